@@ -16,8 +16,8 @@ import yaml
 from fsdp_jobs.config.keys import AUTO
 from fsdp_jobs.config.resolve import accelerator, ranks_per_node
 from fsdp_jobs.config.schema import JobConfig
-from fsdp_jobs.plan.choose import NEAR, Option, choose, closeness, device_of, fits_well, price
-from fsdp_jobs.plan.grouping import divisors
+from fsdp_jobs.plan.choose import NEAR, Option, choose, closeness, device_of, fits_well, options_of, price
+from fsdp_jobs.plan.grouping import Grouping, divisors
 from fsdp_jobs.plan.layout import HYBRID
 from fsdp_jobs.plan.memory import size
 from fsdp_jobs.plan.shapes import ModelShape
@@ -27,8 +27,8 @@ ACTIVATION_OFFLOAD = "fsdp.activation_offload=true"
 COSTLY = (ACTIVATION_OFFLOAD, "fsdp.cpu_offload=true", "fsdp.master_dtype=bf16_stochastic")
 CHECKPOINTING = ("fsdp.activation_checkpointing=selective", "fsdp.activation_checkpointing=full")
 MOST_NODES = 4096  # no larger number of nodes is tried
+RECOMPUTED = ("none", "selective", "every_n", "full")
 WORTH_SAYING = 1.03  # tokens/s relative to the plan's
-LESS_RECOMPUTED = {"full": ("none", "selective", "every_n"), "every_n": ("none", "selective"), "selective": ("none",)}
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def advice(config: JobConfig, shape: ModelShape, topology: Topology, option: Opt
         yield f"{counts} and wait: data.global_batch={even} or {even + world} is even."
     yield from _fewer_nodes(config, shape, topology, option)
     if config.fsdp.objective == "speed":
-        yield from _room(config, shape, topology, option)
+        yield from _faster(config, shape, topology, option)
 
 
 def _fewer_nodes(config: JobConfig, shape: ModelShape, topology: Topology, option: Option) -> Iterator[str]:
@@ -170,26 +170,30 @@ def _fewer_nodes(config: JobConfig, shape: ModelShape, topology: Topology, optio
         yield f"Fewer nodes are faster: nodes={least} gives {speeds}."
 
 
-def _room(config: JobConfig, shape: ModelShape, topology: Topology, option: Option) -> Iterator[str]:
-    """Try larger microbatches, less recomputation and no offload, which do not change a step's gradients.
+def _faster(config: JobConfig, shape: ModelShape, topology: Topology, option: Option) -> Iterator[str]:
+    """Try other microbatches and recomputation, and no offload, which do not change a step's gradients.
 
-    Of those that fit well and are within 3% of the fastest, suggest the one that takes the least memory.
+    They are tried on the sharding taken, and on the fastest one if it does not fit as asked: more recomputation pays
+    where it keeps gathers off a slow network. Of those that fit well and are within 3% of the fastest, suggest the one
+    that takes the least memory.
     """
     fsdp, data = config.fsdp, config.data
     samples = -(-data.global_batch // option.layout.world_size)
     changes = (
         [f"data.micro_batch={m}" for m in divisors(samples) if m > data.micro_batch],
-        [f"fsdp.activation_checkpointing={kept}" for kept in LESS_RECOMPUTED.get(fsdp.activation_checkpointing, ())],
+        [f"fsdp.activation_checkpointing={k}" for k in RECOMPUTED if k != fsdp.activation_checkpointing],
         ["fsdp.activation_offload=false"] if fsdp.activation_offload else [],
         ["fsdp.cpu_offload=false"] if fsdp.cpu_offload else [],
     )
+    options = options_of(config, shape, Grouping(config, topology), fsdp.strategy, fsdp.shard_group)
+    shardings = {(o.layout.strategy, o.placement) for o in (option, min(options, key=lambda o: o.time.step))}
     found: list[tuple[Option, list[str]]] = []
-    for chosen in product(*(["", *overrides] for overrides in changes)):
+    for (strategy, placement), chosen in product(shardings, product(*(["", *overrides] for overrides in changes))):
         overrides = [override for override in chosen if override]
         other = with_overrides(config, overrides)
         if other.fsdp.activation_offload and other.fsdp.activation_checkpointing == "none":
             continue  # what is offloaded are the inputs of recomputed blocks
-        priced = price(other, shape, option.layout.strategy, option.placement)
+        priced = price(other, shape, strategy, placement)
         if fits_well(config, priced):
             found.append((priced, overrides))
     if not found:
@@ -202,4 +206,4 @@ def _room(config: JobConfig, shape: ModelShape, topology: Topology, option: Opti
     best = choose(with_overrides(config, overrides), shape, topology).option
     if best.fits and best.time.tokens_per_s > WORTH_SAYING * option.time.tokens_per_s:
         speeds = f"{best.time.tokens_per_s:,.0f} tokens/s predicted, {option.time.tokens_per_s:,.0f} as asked"
-        yield f"There is memory left: {' '.join(overrides)} gives {speeds}."
+        yield f"Other settings are faster: {' '.join(overrides)} gives {speeds}."

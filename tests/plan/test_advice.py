@@ -47,15 +47,31 @@ def test_a_cpu_is_no_gpu() -> None:
 def test_memory_that_is_left() -> None:
     """What is offered fits, and gives the speed that it names."""
     asked = ("nodes=4", "data.global_batch=256")
-    found = re.search(r"There is memory left: (.*) gives ([\d,]+) tokens/s predicted, ([\d,]+) as asked", said(*asked))
+    found = re.search(
+        r"Other settings are faster: (.*) gives ([\d,]+) tokens/s predicted, ([\d,]+) as asked", said(*asked)
+    )
     assert found
     plans = [make_plan(compose_job([*SEVEN, FULL, *asked, *more])) for more in ((), found[1].split())]
     assert [f"{p.time.tokens_per_s:,.0f}" for p in reversed(plans)] == [found[2], found[3]]
     assert plans[1].fits and plans[1].time.tokens_per_s > 1.03 * plans[0].time.tokens_per_s
 
 
+def test_recomputation_that_gathers_less_over_a_slow_network() -> None:
+    """Without it only small microbatches and a shard group over all nodes fit."""
+    asked = [*SEVEN, "hardware=h100", "hardware.inter_node_gb_s=0.25", "nodes=4", "data.micro_batch=4"]
+    asked += ["data.global_batch=1024", "hardware.memory_gib=56"]
+    plan = make_plan(compose_job(asked))
+    (said,) = [r for r in plan.reasons if "settings are faster" in r]
+    overrides = re.findall(r"\S+=\w+", said)
+    assert any("activation_checkpointing" in override for override in overrides)
+    followed = make_plan(compose_job([*asked, *overrides]))
+    assert plan.layout.shard_group == 32 and followed.fits
+    assert followed.time.tokens_per_s > 2 * plan.time.tokens_per_s
+    assert f"{followed.time.tokens_per_s:,.0f} tokens/s predicted, {plan.time.tokens_per_s:,.0f} as asked" in said
+
+
 def test_no_memory_is_left() -> None:
-    assert "memory left" not in said("nodes=1", "data.global_batch=8", "hardware.memory_gib=33")
+    assert "settings are faster" not in said("nodes=1", "data.global_batch=8", "hardware.memory_gib=33")
 
 
 def test_offload_that_nothing_needs() -> None:
@@ -64,4 +80,4 @@ def test_offload_that_nothing_needs() -> None:
 
 
 def test_who_wants_little_memory_is_not_offered_more() -> None:
-    assert "memory left" not in said("nodes=4", "data.global_batch=256", "fsdp.objective=memory")
+    assert "settings are faster" not in said("nodes=4", "data.global_batch=256", "fsdp.objective=memory")
