@@ -181,13 +181,12 @@ def choose(config: JobConfig, shape: ModelShape, topology: Topology, previous_gr
     """
     grouping, strategy, group = Grouping(config, topology), config.fsdp.strategy, config.fsdp.shard_group
     options = options_of(config, shape, grouping)
-    unrestricted, _ = _best(config, options)
     allowed = options if strategy == group == AUTO else options_of(config, shape, grouping, strategy, group)
     best, reason = _best(config, allowed)
     if previous_group is not None and group == AUTO and strategy in (AUTO, *HYBRID):
         best, reason = _held(config, allowed, best, reason, previous_group)
     reasons = [reason]
-    if len(allowed) < len(options) and unrestricted.name != best.name:
+    if len(allowed) < len(options) and (unrestricted := _best(config, options)[0]).name != best.name:
         reasons.append(_criticism(config, best, unrestricted))
     if best not in options:
         options.append(best)

@@ -250,7 +250,7 @@ def _pinned(size: int) -> int:
 def offloaded_blocks(shape: ModelShape, fsdp: FsdpConfig) -> int:
     """Count the blocks whose inputs `fsdp.activation_offload` keeps in host memory: those that are recomputed."""
     every = fsdp.activation_checkpointing_every if fsdp.activation_checkpointing == "every_n" else 1
-    return -(-shape.activations.layers // max(1, every)) if fsdp.activation_offload else 0
+    return -(-shape.activations.layers // every) if fsdp.activation_offload else 0
 
 
 def _activations(shape: ModelShape, fsdp: FsdpConfig, data: DataConfig, b_p: int, scores: int) -> tuple[int, int, int]:
@@ -261,7 +261,7 @@ def _activations(shape: ModelShape, fsdp: FsdpConfig, data: DataConfig, b_p: int
     selective = min(full, inputs + tokens * a.block_matmul * b_p)
     head = tokens * (a.head_saved * b_p + a.head_saved_fp32 * 4)
     kept_input = 0 if fsdp.activation_offload else inputs
-    every = max(1, fsdp.activation_checkpointing_every)
+    every = fsdp.activation_checkpointing_every
     kept = {
         "none": full,
         "full": kept_input,
@@ -269,5 +269,5 @@ def _activations(shape: ModelShape, fsdp: FsdpConfig, data: DataConfig, b_p: int
         "selective": selective - inputs + kept_input,
     }[fsdp.activation_checkpointing]
     recomputed = {"none": 0, "selective": full - selective}.get(fsdp.activation_checkpointing, full)
-    units_per_layer = max(1, shape.n_blocks) / max(1, a.layers)
+    units_per_layer = max(1, shape.n_blocks) / a.layers
     return int(kept / units_per_layer), head, recomputed + tokens * (a.block_peak * b_p + scores * 4)

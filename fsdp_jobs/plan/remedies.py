@@ -196,13 +196,9 @@ def _faster(config: JobConfig, shape: ModelShape, topology: Topology, option: Op
         priced = price(other, shape, strategy, placement)
         if fits_well(config, priced):
             found.append((priced, overrides))
-    if not found:
-        return
-    fastest = min(priced.time.step for priced, _ in found)
-    near = [(priced, overrides) for priced, overrides in found if priced.time.step <= NEAR * fastest]
-    _, overrides = min(near, key=lambda it: it[0].memory.total)
-    if not overrides:
-        return
+    shortest = min((priced.time.step for priced, _ in found), default=0.0)
+    near = [(priced, overrides) for priced, overrides in found if priced.time.step <= NEAR * shortest]
+    _, overrides = min(near, key=lambda it: it[0].memory.total, default=(option, []))
     best = choose(with_overrides(config, overrides), shape, topology).option
     if best.fits and best.time.tokens_per_s > WORTH_SAYING * option.time.tokens_per_s:
         speeds = f"{best.time.tokens_per_s:,.0f} tokens/s predicted, {option.time.tokens_per_s:,.0f} as asked"

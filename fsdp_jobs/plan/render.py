@@ -144,12 +144,11 @@ def span(first: int, last: int) -> str:
 def _memory(plan: Plan, memory: Memory) -> Table:
     sizes, bars = (Column(name, justify="right") for name in ("size", "of usable")), Column(overflow="crop")
     table = Table("part", *sizes, bars, box=box.SIMPLE_HEAD, pad_edge=False)
-    usable = max(1, plan.usable_bytes)
     for name, value in memory.parts().items():
         if value:
-            bar = Text("█" * min(40, round(40 * value / usable)), "cyan")
-            table.add_row(name, size(value), f"{value / usable:.0%}", bar)
-    ratio, of = f"{memory.total / usable:.0%}", f"of {size(plan.usable_bytes)} usable"
+            bar = Text("█" * min(40, round(40 * value / plan.usable_bytes)), "cyan")
+            table.add_row(name, size(value), f"{value / plan.usable_bytes:.0%}", bar)
+    ratio, of = f"{memory.total / plan.usable_bytes:.0%}", f"of {size(plan.usable_bytes)} usable"
     table.add_row("total", size(memory.total), ratio, of, style="bold green" if plan.fits else "bold red")
     if memory.host:
         table.add_row("host, per rank", size(memory.host), "", "offloaded")

@@ -37,7 +37,8 @@ class Unit:
 
     def shards(self, group: int) -> list[int]:
         """Elements one rank stores of each parameter: FSDP2 gives it ceil(size / group) rows, padding included."""
-        return [_stored(shape, group) for _, shape in self.params]
+        split = [(shape or (1,), shard_dim(shape, group)) for _, shape in self.params]
+        return [-(-shape[dim] // group) * math.prod(shape[:dim] + shape[dim + 1 :]) for shape, dim in split]
 
     def shard_numel(self, group: int) -> int:
         """Elements of it that one rank stores."""
@@ -46,12 +47,6 @@ class Unit:
     def inside_numel(self, group: int) -> int:
         """Elements of parameters that are not sharded on the first dimension: FSDP2 gathers them by one copy more."""
         return sum(math.prod(shape) for _, shape in self.params if shard_dim(shape, group))
-
-
-def _stored(shape: Shape, group: int) -> int:
-    dim = shard_dim(shape, group)
-    rows = -(-(shape[dim] if shape else 1) // group)
-    return rows * math.prod(shape[:dim] + shape[dim + 1 :])
 
 
 @dataclass(frozen=True)
@@ -218,22 +213,20 @@ def llama_shape(
 ) -> ModelShape:
     """Cut a Llama, given its dimensions, into units by `fsdp.wrap`, as job/sharding.py does."""
     params, activations = llama_params(model), llama_activations(model, accelerator, dtype)
-    head_numel = (model.vocab_size + 1) * model.dim
-    if wrap == "none":
-        return ModelShape(Unit("root", params), (), activations, waiting=head_numel)
-    if wrap == "size":
-        blocks, root = cut_by_size(params, min_num_params)
-        waiting = sum(math.prod(s) for n, s in root if n in ("norm.weight", "output.weight"))
+    if wrap != "layer":
+        blocks, root = cut_by_size(params, min_num_params if wrap == "size" else math.inf)
+        last = ("norm.weight", "tok_embeddings.weight" if model.tie_embeddings else "output.weight")
+        waiting = sum(math.prod(s) for n, s in root if n in last)
         return ModelShape(Unit("root", root), merged(blocks), activations, waiting=waiting)
     layer = tuple((n.removeprefix("layers.0."), s) for n, s in params if n.startswith("layers.0."))
     outside = tuple(p for p in params if not p[0].startswith("layers."))
     one = (Unit("layers", layer, model.n_layers),)
     if model.tie_embeddings:
-        return ModelShape(Unit("root", outside), one, activations, waiting=head_numel)
+        return ModelShape(Unit("root", outside), one, activations, waiting=(model.vocab_size + 1) * model.dim)
     return ModelShape(Unit("root", outside[:1]), one, activations, head=Unit("head", outside[1:]))
 
 
-def cut_by_size(params: Params, min_num_params: int) -> tuple[list[tuple[str, Params]], Params]:
+def cut_by_size(params: Params, min_num_params: float) -> tuple[list[tuple[str, Params]], Params]:
     """Cut a model into the smallest modules with at least `min_num_params` parameters; return them and the rest.
 
     Modules are read from the dotted names. Lists of modules, whose children are numbers, cannot be units;

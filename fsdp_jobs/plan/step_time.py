@@ -177,7 +177,7 @@ def _compute(config: JobConfig, shape: ModelShape, layout: Layout, dtype: str, t
     backward += {
         "none": 0.0,
         "full": again,
-        "every_n": again / max(1, fsdp.activation_checkpointing_every),
+        "every_n": again / fsdp.activation_checkpointing_every,
         "selective": passes * per_block,  # matmuls and attention are kept
     }[fsdp.activation_checkpointing]
     loss_bytes = tokens * a.vocab * LOSS_BYTES

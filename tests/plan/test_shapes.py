@@ -81,6 +81,14 @@ def test_units_are_the_trainers_own(wrap: str, least: int, tied: bool) -> None:
     assert shape.numel == sum(math.prod(s) for _, s in llama_params(config))
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_in_the_root_waits_for_the_blocks_backward(tied: bool) -> None:
+    """Its gradient exists before theirs, also if it is the embedding's."""
+    config = replace(GQA, tie_embeddings=tied)
+    of_head = (GQA.vocab_size + 1) * GQA.dim
+    assert llama_shape(config, "size", 10**9).waiting == llama_shape(config, "none").waiting == of_head
+
+
 def test_flops_are_six_a_weight_and_attention() -> None:
     shape = llama_shape(GQA)
     weights = (
