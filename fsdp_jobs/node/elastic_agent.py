@@ -1,12 +1,11 @@
 """torch's elastic agent, extended to get its rounds from the coordinator and report why ranks failed.
 
-torch's agent owns the ranks' processes and runs the loop. Five of its steps are overridden here:
+torch's agent owns the ranks' processes and runs the loop. Four of its steps are overridden here:
 
     run -> _initialize_workers   counts the kernel's out-of-memory kills, then rendezvous (`rendezvous.py`)
              -> _start_workers   tiers learn of the round before its ranks start
         -> _monitor_workers      every 0.1 s: expired lease, ranks that failed, left or ended
              -> _stop_workers    when ranks failed, or when the round is over (`num_nodes_waiting` says 1)
-        -> _exit_barrier         skipped: the coordinator knows when all have ended, maybe hours apart
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, W
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 
 from fsdp_jobs.node.rank_logs import RankLogs
 from fsdp_jobs.node.rendezvous import CoordinatorRendezvous
@@ -100,9 +100,9 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         handler = self._handler
         if handler.has_ended:  # those of other nodes run, and if they fail, a new round begins here, too
-            is_over = handler.end is not None or handler.run.verdict(handler.agent.attempt).exists()
-            state = WorkerState.SUCCEEDED if is_over else WorkerState.HEALTHY
-            return RunResult(state, dict.fromkeys(handler.ranks()))
+            if handler.end is not None or handler.run.verdict(handler.agent.attempt).exists():
+                raise RendezvousGracefulExitError("the attempt is over")
+            return RunResult(state=WorkerState.HEALTHY)
         if handler.is_cut_off():
             return RunResult(state=WorkerState.HEALTHY)  # not a failure; torch's agent then begins a new round
         if handler.is_stop_requested and not self._is_terminating:
@@ -113,21 +113,25 @@ class Agent(LocalElasticAgent):
             handler.failed([self._describe(rank, failure) for rank, failure in failures.items()])
             self._stop_workers(worker_group)
             return RunResult(state=WorkerState.FAILED, failures=failures)
-        self._note_silent_ends()
-        result: RunResult = super()._monitor_workers(worker_group)
-        is_leaving = any(state.read().phase == Phase.LEAVING for state in handler.states)
-        if result.state == WorkerState.SUCCEEDED and is_leaving:
-            now, workers = job_time(), worker_group.workers
+        codes = self._exit_codes()
+        for state, code in zip(handler.states, codes, strict=False):
+            if code == EXIT_DONE and not state.read().time:  # it has reported nothing
+                state.report(-1, SAVES_NOTHING, Phase.DONE)
+        if {*codes} != {EXIT_DONE}:
+            result: RunResult = super()._monitor_workers(worker_group)
+            if result.state == WorkerState.FAILED:
+                handler.failed([self._describe(rank, failure) for rank, failure in result.failures.items()])
+            return result
+        if any(state.read().phase == Phase.LEAVING for state in handler.states):
             handler.failed(
-                [Failure(self._node, w.global_rank, EXIT_REQUEUE, "", now, self._step(w.local_rank)) for w in workers]
+                [
+                    Failure(self._node, w.global_rank, EXIT_REQUEUE, "", job_time(), self._step(w.local_rank))
+                    for w in worker_group.workers
+                ]
             )
             return RunResult(state=WorkerState.FAILED)
-        if result.state == WorkerState.FAILED:
-            handler.failed([self._describe(rank, failure) for rank, failure in result.failures.items()])
-        elif result.state == WorkerState.SUCCEEDED:
-            handler.ended()
-            return RunResult(state=WorkerState.HEALTHY)
-        return result
+        handler.ended()
+        return RunResult(state=WorkerState.HEALTHY)
 
     def _exit_codes(self) -> list[int | None]:
         """Return the exit code of each rank, None while it runs."""
@@ -159,16 +163,6 @@ class Agent(LocalElasticAgent):
                 failures[w.global_rank] = failure
         return failures
 
-    def _note_silent_ends(self) -> None:
-        """Mark ranks as done that ended with 0; torch's agent waits for return values, which no rank sends."""
-        context = self._pcontext
-        if isinstance(context, MultiprocessContext):
-            for rank, code in enumerate(self._exit_codes()):
-                if code == EXIT_DONE and rank not in context._return_values:
-                    context._return_values[rank] = None
-                    if not self._handler.states[rank].read().time:
-                        self._handler.states[rank].report(-1, SAVES_NOTHING, Phase.DONE)
-
     def _terminate_silent_ranks(self) -> None:
         """Send SIGTERM, as torchrun does, to ranks that have never reported: they read no requests."""
         if any(state.read().step >= 0 for state in self._handler.states):
@@ -182,9 +176,6 @@ class Agent(LocalElasticAgent):
     def _step(self, local_rank: int) -> int:
         """Return the step that a rank has reported, -1 before its first report."""
         return self._handler.states[local_rank].read().step
-
-    def _exit_barrier(self) -> None:
-        """Skip torch's barrier: programs' ranks may end hours apart, and the coordinator knows when all have."""
 
     def _describe(self, rank: int, failure: ProcessFailure) -> Failure:
         """Report a failed rank with a summary of its exception, from torch elastic's error file."""
