@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_jobs.run import events
 from fsdp_jobs.run.failure import Failure
-from fsdp_jobs.run.table import counted, listed
+from fsdp_jobs.run.table import counted
 from fsdp_jobs.run.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ def find_cause(broken: Round, silent: set[int]) -> Cause:
     real = [f for f in broken.failures if not f.is_request]
     first = min(real, key=lambda f: (f.is_victim, f.has_aborted)) if real and not broken.has_stalled else None
     if first is not None and first.is_victim and broken.ended and not silent:
-        nodes = listed([f"node {node}" for node in sorted(broken.ended)], 4)
-        return Cause(f"{first.describe()}; ranks on {nodes} had ended before, with exit code 0", first)
+        ended = f"ranks of nodes {sorted(broken.ended)} had ended before, with exit code 0"
+        return Cause(f"{first.describe()}; {ended}", first)
     if first is None or first.is_victim or (broken.culprit is not None and not first.error):
         return Cause(broken.broken_why, node=broken.culprit)  # failures are consequences: the cause died with its node
     alike = {f.node for f in real if f.exit_code == first.exit_code and f.error == first.error}

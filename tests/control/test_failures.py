@@ -311,7 +311,7 @@ def test_a_rank_that_ends_while_its_peers_wait_for_it_is_the_programs_fault(tmp_
         cluster.ready(b)
     cluster.later(2, a, b)
     assert cluster.verdict is not None and cluster.verdict.verdict == "user_error", cluster.verdict
-    assert "ranks on node 1 had ended before, with exit code 0; the same twice in a row" in cluster.verdict.reason
+    assert "ranks of nodes [1] had ended before, with exit code 0; the same twice in a row" in cluster.verdict.reason
 
 
 def test_the_first_cause_is_the_first_that_arrived(tmp_path: Path) -> None:
