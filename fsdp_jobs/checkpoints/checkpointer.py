@@ -138,13 +138,21 @@ class Checkpointer:
 
     def _begin(self, step: int, block: bool) -> None:
         self.saved_at, begin = time.monotonic(), time.perf_counter()
-        world, mesh, stream = self.layout.world_size, self.layout.mesh_shape, copy.deepcopy(self.stream)
         self._saves += 1
         self._request = SaveRequest(
             checkpoints=self.home,
             save=f"{self.restart}-{self._saves}",
             term=self.term,
-            manifest=Manifest(step, self.samples, world, mesh, torch.__version__, time.time(), {}, stream),
+            manifest=Manifest(
+                step,
+                self.samples,
+                self.layout.world_size,
+                self.layout.mesh_shape,
+                torch.__version__,
+                time.time(),
+                {},
+                copy.deepcopy(self.stream),
+            ),
             config=self.config,
             local=self.disks.folder if self.disks is not None else None,
             may_be_infinite=self.state.may_be_infinite,

@@ -46,7 +46,7 @@ class LocalDisks:
     """One rank's access to its node's disk. Methods marked "All ranks" are called by all, in the same order."""
 
     def __init__(self, folder: Path, ranks: Ranks):
-        self.folder, self.ranks, self.rank = folder, ranks, ranks.rank
+        self.folder, self.ranks = folder, ranks
         self.leads = os.environ["LOCAL_RANK"] == "0"
         copying = dist.new_group(backend="gloo", timeout=_SLOWEST_COPY)  # for the uploading threads
         self._copying = _DistWrapper(copying, use_dist=True, coordinator_rank=0)
@@ -83,7 +83,7 @@ class LocalDisks:
         def copy() -> None:
             request.term.check()
             shards = Manifest.read(request.temporary, SHARDS)
-            for source in sorted(request.shards.glob(f"__{self.rank}_*.distcp")):
+            for source in sorted(request.shards.glob(f"__{self.ranks.rank}_*.distcp")):
                 _copy_checked(source, request.temporary / source.name, shards.files[source.name])
 
         def commit(_: object) -> None:

@@ -45,12 +45,13 @@ def fetch_files(
             size = torch.zeros(1, dtype=torch.int64)
             dist.recv(size, source, group=ranks.group)
             blocks, came = _blocks(int(size), source, ranks.group), came + int(size)
+            file = into / name
             try:
-                (into / name).parent.mkdir(parents=True, exist_ok=True)
-                with (into / name).open("wb") as f:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                with file.open("wb") as f:
                     f.writelines(block.numpy().data for block in blocks)
             except OSError as e:
-                wrong = f"rank {ranks.rank} cannot keep {into / name}: {e.strerror}"
+                wrong = f"rank {ranks.rank} cannot keep {file}: {e.strerror}"
                 for _ in blocks:  # the sender sends it anyway
                     pass
     if faults := [fault for fault in ranks.gather(wrong) if fault]:
@@ -58,7 +59,7 @@ def fetch_files(
     return came
 
 
-def _send(file: Path, to: int, group: dist.ProcessGroup) -> str:
+def _send(file: Path, to: int, group: dist.ProcessGroup | None) -> str:
     """Send a file. If it cannot be read, send nothing or zeros instead, and return why."""
     wrong, size = "", 0
     with ExitStack() as stack:
@@ -79,7 +80,7 @@ def _send(file: Path, to: int, group: dist.ProcessGroup) -> str:
     return wrong
 
 
-def _blocks(size: int, source: int, group: dist.ProcessGroup) -> Iterator[torch.Tensor]:
+def _blocks(size: int, source: int, group: dist.ProcessGroup | None) -> Iterator[torch.Tensor]:
     """Receive a file from `_send`."""
     for begin in range(0, size, _BLOCK):
         block = torch.empty(min(_BLOCK, size - begin), dtype=torch.uint8)

@@ -121,7 +121,7 @@ class Fsdp1State(State):
         """Have FSDP1 use DTensors, as with a device mesh; without one it uses ShardedTensors, which DCP cannot copy."""
         units = [unit for unit in FullyShardedDataParallel.fsdp_modules(self.model) if unit._device_mesh is None]
         for unit in units:
-            unit._device_mesh = DeviceMesh.from_group(_group_of(unit), self.device.type)
+            unit._device_mesh = DeviceMesh.from_group(unit.process_group, self.device.type)  # type: ignore[arg-type]
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # from torch's own calls
@@ -143,17 +143,12 @@ def _entries(optim: Any) -> Iterator[tuple[str, str, Any]]:
             yield name, key, value
 
 
-def _group_of(unit: FullyShardedDataParallel) -> dist.ProcessGroup:
-    assert unit.process_group is not None
-    return unit.process_group
-
-
 def _check_groups(model: nn.Module) -> None:
     """Raises: TypeError when groups of ranks train separate models, of which a checkpoint would keep only one."""
     world = dist.get_world_size()
     for unit in FullyShardedDataParallel.fsdp_modules(model):
         is_hybrid = unit.sharding_strategy in HYBRID_SHARDING_STRATEGIES  # not if its shard groups have one rank
-        ranks = _group_of(unit).size() * (unit._inter_node_pg.size() if is_hybrid else 1)
+        ranks = dist.get_world_size(unit.process_group) * (unit._inter_node_pg.size() if is_hybrid else 1)
         if ranks < world:
             raise TypeError(
                 f"FSDP spans {ranks} of {world} ranks, and each such group trains a model of its own: "

@@ -27,9 +27,9 @@ _PATIENCE_S = 30.0  # until another machine's file must be visible here
 
 
 class Ranks:
-    """The ranks of a group. All of them call each method, in the same order."""
+    """The ranks of a group, by default all. All of them call each method, in the same order."""
 
-    def __init__(self, group: dist.ProcessGroup):
+    def __init__(self, group: dist.ProcessGroup | None = None):
         self.group = group
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.node = os.environ.get("GROUP_RANK", socket.gethostname())

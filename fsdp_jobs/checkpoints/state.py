@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from fsdp_jobs.checkpoints.ranks import Ranks
 from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.run.table import counted, listed
 
@@ -44,9 +45,10 @@ class State:
             raise TypeError(f"{_HYPERPARAMETERS} are the optimizer's in a checkpoint: save yours by another name")
         for name, inner in vars(optimizer).items():  # of ZeroRedundancyOptimizer, Lookahead, SAM
             if isinstance(inner, torch.optim.Optimizer) and inner.state is not optimizer.state:
-                kind = type(optimizer).__name__
-                cure = f"if {kind} itself keeps nothing between steps, give that one to job.checkpointer"
-                raise TypeError(f"{kind} keeps its state in another optimizer, its {name}: {cure}")
+                raise TypeError(
+                    f"{type(optimizer).__name__} keeps its state in another optimizer, its {name}: if it keeps nothing "
+                    "itself between steps, give that one to job.checkpointer"
+                )
         known = set(model.parameters())
         if isinstance(optimizer, torch.optim.LBFGS) and any(isinstance(p, DTensor) for p in known):
             raise TypeError("LBFGS keeps vectors of all parameters together, and under FSDP they cannot be restored")
@@ -207,8 +209,7 @@ class State:
         there, here = by_parameter(saved), by_parameter(state)
         if there and self._is_prepared and not any(self.optimizer.state.values()):
             return  # from another optimizer
-        of_others = [*self.optimizer.state.values()]
-        alike = {k: v for one in of_others for k, v in one.items() if isinstance(v, Tensor)}
+        alike = {k: v for one in self.optimizer.state.values() for k, v in one.items() if isinstance(v, Tensor)}
         in_groups = {p for group in self.optimizer.param_groups for p in group["params"]}
         for name, parameter in self.model.named_parameters():
             prefix = _of_parameter(self._fqn(name))
@@ -356,8 +357,7 @@ def _check_same_model(state: dict[str, Tensor], saved: dict[str, Any], checkpoin
         if there.get(name) != shape
     ]
     lacking = {name for name in saved if name.startswith(("model.", "optim.")) and name not in here}
-    by_rank: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(by_rank, lacking)  # pipeline stages have their own parameters
+    by_rank = Ranks().gather(lacking)  # pipeline stages have their own parameters
     wrong += [f"{name} is not here" for name in saved if all(name in of_rank for of_rank in by_rank)]
     if wrong:
         raise JobFailed(

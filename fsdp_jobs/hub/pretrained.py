@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.tensor import DTensor
 
 from fsdp_jobs.checkpoints.catalog import METADATA
+from fsdp_jobs.checkpoints.ranks import Ranks
 from fsdp_jobs.checkpoints.storage import SafeReader, load_alone
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.keys import dotted
@@ -224,7 +225,7 @@ def _by_transformers(model: nn.Module, config: ModelConfig) -> None:
     """
     assert isinstance(config, HfConfig)
     state: dict[str, Any] = {}
-    missing: list[Any] = [[]]
+    missing: list[str] = []
     if dist.get_rank() == 0:
         library = transformers().AutoModelForCausalLM
         whole, info = library.from_pretrained(
@@ -234,9 +235,8 @@ def _by_transformers(model: nn.Module, config: ModelConfig) -> None:
             weights_only=True,
             trust_remote_code=False,
         )
-        missing, state = [sorted(info["missing_keys"])], whole.state_dict()
-    dist.broadcast_object_list(missing, src=0)
-    if missing[0]:
-        raise BadInput(list(_name_problems(f"model.name_or_path={config.name_or_path}", missing[0], [])))
+        missing, state = sorted(info["missing_keys"]), whole.state_dict()
+    if missing := Ranks().from_rank_0(lambda: missing):
+        raise BadInput(list(_name_problems(f"model.name_or_path={config.name_or_path}", missing, [])))
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, state, options=options)

@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
 
 from fsdp_jobs.checkpoints.checkpointer import Checkpointer
+from fsdp_jobs.checkpoints.ranks import Ranks
 from fsdp_jobs.config import torch_version
 from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.config.resolve import accelerator_of_node
@@ -89,9 +90,9 @@ class _Job:
             dist.init_process_group(backend, timeout=timedelta(seconds=self.config.elastic.init_timeout_s))
         self.rank, world = dist.get_rank(), dist.get_world_size()
         self.layout = Layout.from_json(env[LAYOUT_ENV]) if self.launched else Layout("full_shard", world, world)
-        restart = [f"{env[ATTEMPT_ENV]}-{env[ROUND_ENV]}" if self.launched else uuid.uuid4().hex]
-        dist.broadcast_object_list(restart, src=0)
-        self.attempt, self.restart = int(env.get(ATTEMPT_ENV, "0")), restart[0]
+        self.attempt = int(env.get(ATTEMPT_ENV, "0"))
+        unique = f"{self.attempt}-{env[ROUND_ENV]}" if self.launched else uuid.uuid4().hex
+        self.restart = Ranks().from_rank_0(lambda: unique)
         self.mesh: DeviceMesh | None = None
         self.checkpoints: Checkpointer | None = None
         has_metrics = self.launched and self.rank == 0
@@ -151,7 +152,8 @@ class _Job:
         """Write the newest step's line, if it is not yet written.
 
         Raises:
-            JobFailed: the loss is not a number, and `elastic.stop_on_nan_loss` is set; or too many steps had no update.
+            JobFailed: the loss is not a number, and `elastic.stop_on_nan_loss` is set; or the gradient norm was not
+                finite for `elastic.max_skipped_updates` steps in a row.
         """
         line, self.line = self.line, None
         if line is None:
@@ -159,7 +161,15 @@ class _Job:
         if line.copied is not None:
             line.copied.synchronize()
         values = {name: float(value) for name, value in line.values.items()}
-        self.count_skipped(line.step, values.get("grad_norm", 0.0))
+        norm = values.get("grad_norm", 0.0)
+        self.skipped = 0 if math.isfinite(norm) else self.skipped + 1
+        if 0 < self.config.elastic.max_skipped_updates == self.skipped:
+            newest = self.checkpoints.committed_step if self.checkpoints is not None else -1
+            good = f"the newest finite checkpoint is of step {newest}" if newest >= 0 else "there is no checkpoint yet"
+            raise JobFailed(
+                f"the gradient norm of step {line.step} is {norm}, and {self.skipped} steps in a row had no update: "
+                f"lower optim.lr, or check the data; {good}"
+            )
         if line.step % self.config.log_every_steps:
             return
         if self.skipped:
@@ -170,24 +180,9 @@ class _Job:
         if self.metrics is not None:
             values |= {"step_s": line.seconds, "checkpoint_stall_s": line.stall_s}
             self.metrics.log(line.step, line.done_at, line.tokens, line.flops, values)
-        elif self.rank == 0 and not self.launched:
+        elif self.rank == 0:
             shown = [f"{name} {value:.6g}" for name, value in values.items()]
             print(f"step {line.step}", *shown, f"seconds {line.seconds:.3g}", sep="  ", flush=True)
-
-    def count_skipped(self, step: int, norm: float) -> None:
-        """Count the steps in a row whose gradient norm is not finite, so that there was no update.
-
-        Raises:
-            JobFailed: there are as many as `elastic.max_skipped_updates`.
-        """
-        self.skipped = 0 if math.isfinite(norm) else self.skipped + 1
-        if 0 < self.config.elastic.max_skipped_updates == self.skipped:
-            newest = self.checkpoints.committed_step if self.checkpoints is not None else -1
-            good = f"the newest finite checkpoint is of step {newest}" if newest >= 0 else "there is no checkpoint yet"
-            raise JobFailed(
-                f"the gradient norm of step {step} is {norm}, and {self.skipped} steps in a row had no update: "
-                f"lower optim.lr, or check the data; {good}"
-            )
 
     @property
     def is_leaving(self) -> bool:
@@ -239,8 +234,8 @@ def init() -> torch.device:
     if _job is None:
         _job = _Job()
         if not _job.launched:
-            signal.signal(signal.SIGTERM, _job.on_signal)
-            signal.signal(signal.SIGUSR1, _job.on_signal)
+            for number in (signal.SIGTERM, signal.SIGUSR1):
+                signal.signal(number, _job.on_signal)
         elif signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent also got it, and asks all ranks to save
     return _job.device
@@ -395,9 +390,7 @@ def step(number: int, *, tokens: int = 0, flops: float = 0.0, last: bool = False
     data_s = values.get("data_s", 0.0)
     job.timer.end_step(seconds, data_s if isinstance(data_s, float) else 0.0, stall_s, slowest_s)
     all_values, job.values = _on_host(values) | job.values, {}
-    copied = torch.cuda.Event() if job.device.type == "cuda" else None
-    if copied is not None:
-        copied.record()
+    copied = torch.cuda.current_stream().record_event() if job.device.type == "cuda" else None
     job.line = _Line(number, job_time(), tokens, flops, seconds, stall_s, all_values, copied)
     if checkpoints is not None:
         is_end = last or job.is_leaving

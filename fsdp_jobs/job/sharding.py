@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -45,11 +46,6 @@ _EXPENSIVE_OPS = [
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
 ]
-
-
-def compute_dtype(fsdp: FsdpConfig, device: torch.device) -> torch.dtype:
-    """Return the dtype that parameters are gathered and computed in."""
-    return TORCH_DTYPES[param_dtype(fsdp, device.type)]
 
 
 def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
@@ -135,11 +131,8 @@ def shard(
     if fsdp.compile:
         for block in blocks:
             block.compile()
-    output = output_dtype(fsdp)
-    inner = MixedPrecisionPolicy(compute_dtype(fsdp, device), TORCH_DTYPES[fsdp.reduce_dtype])
-    outer = MixedPrecisionPolicy(
-        inner.param_dtype, inner.reduce_dtype, None if output is None else TORCH_DTYPES[output]
-    )
+    inner = MixedPrecisionPolicy(TORCH_DTYPES[param_dtype(fsdp, device.type)], TORCH_DTYPES[fsdp.reduce_dtype])
+    outer = replace(inner, output_dtype=TORCH_DTYPES.get(output_dtype(fsdp) or ""))
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if fsdp.cpu_offload else OffloadPolicy()
 
     def place(parameter: nn.Parameter) -> Shard:

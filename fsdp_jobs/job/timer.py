@@ -46,8 +46,7 @@ class StepTimer:
 
     def watch(self, model: nn.Module) -> None:
         """Measure the model's innermost FSDP units, after `fully_shard`: these hooks run inside FSDP's own."""
-        modules = model.modules()
-        units = [m for m in modules if [u for u in m.modules() if isinstance(u, FSDPModule)] == [m]]
+        units = [m for m in model.modules() if [u for u in m.modules() if isinstance(u, FSDPModule)] == [m]]
         measured = units[:: len(units) // _MOST_BLOCKS + 1]
         self._blocks_per_measured = len(units) / max(1, len(measured))
         for unit in measured:

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate
 
+from fsdp_jobs.checkpoints.ranks import Ranks
 from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.config.schema import DataConfig
 from fsdp_jobs.job.sampler import begin_worker, own_positions, sample_at
@@ -83,8 +83,7 @@ def check_same_data(samples: Samples, data: DataConfig) -> None:
     Raises:
         JobFailed: a rank reads other data than rank 0.
     """
-    fingerprints = [""] * dist.get_world_size()
-    dist.all_gather_object(fingerprints, samples.fingerprint())
+    fingerprints = Ranks().gather(samples.fingerprint())
     others = [rank for rank, other in enumerate(fingerprints) if other != fingerprints[0]]
     if others:
         raise JobFailed(f"ranks {others} read other data than rank 0: is {data.kind} the same on all nodes?")

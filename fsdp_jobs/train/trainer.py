@@ -13,11 +13,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdp_jobs import job
 from fsdp_jobs.checkpoints.state import Hyperparameters
 from fsdp_jobs.checkpoints.tensors import local
+from fsdp_jobs.config.resolve import param_dtype
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.guards.probe.rank import Probe
 from fsdp_jobs.hub.pretrained import load_initial
 from fsdp_jobs.job.metrics import flops_per_token
-from fsdp_jobs.job.sharding import compute_dtype, fill_weights, set_gradient_communication, sharded_model
+from fsdp_jobs.job.sharding import fill_weights, set_gradient_communication, sharded_model
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_REQUEUE
 from fsdp_jobs.train.data import batches, check_same_data
@@ -40,7 +41,7 @@ class Learner:
         self.loss = TokenLoss(self.model, config.fsdp, layout.chunked_loss)
         torch.manual_seed(config.seed * 1_000_003 + dist.get_rank())
         self.optimizer = build_optimizer(self.model, config.optim, config.fsdp.master_dtype)
-        is_fp16 = compute_dtype(config.fsdp, device) == torch.float16
+        is_fp16 = param_dtype(config.fsdp, device.type) == "fp16"
         self.scaler = torch.amp.GradScaler(device.type, enabled=is_fp16)  # disabled, it passes everything on
         self.shard_group = mesh.get_group("shard") if layout.shard_group > 1 else None
 
@@ -57,11 +58,9 @@ class Learner:
         """
         total = torch.zeros((), device=self.device)
         scale = self.world / self.tokens_per_step
-        for i, (tokens, labels) in enumerate(microbatches):
+        for i, microbatch in enumerate(microbatches):
             set_gradient_communication(self.model, self.layout, last=i == len(microbatches) - 1)
-            tokens = tokens.to(self.device, non_blocking=True)
-            labels = labels.to(self.device, non_blocking=True)
-            loss = self.loss(tokens, labels)
+            loss = self.loss(*(part.to(self.device, non_blocking=True) for part in microbatch))
             self.scaler.scale(loss * scale).backward()
             total += loss.detach()
         return total
@@ -112,7 +111,8 @@ def main() -> int:
     steps = range(done + 1, config.steps + 1)
     pin = device.type == "cuda"
     stream = batches(samples, data, dist.get_rank(), learner.world, checkpoints.samples, len(steps), pin)
-    flops = flops_per_token(model, config) * learner.tokens_per_step
+    tokens = learner.tokens_per_step
+    flops = flops_per_token(model, config) * tokens
     for number in steps:
         began = time.perf_counter()
         microbatches = next(stream)
@@ -131,9 +131,16 @@ def main() -> int:
         checkpoints.stream = samples.mark
         if scaler.is_enabled():
             job.log(loss_scale=scaler.get_scale())
-        mean = loss.double() / learner.tokens_per_step
-        measured: dict[str, job.Value] = {"loss": mean, "lr": rate, "grad_norm": grad_norm, "data_s": data_s}
-        job.step(number, tokens=learner.tokens_per_step, flops=flops, last=number == config.steps, **measured)
+        job.step(
+            number,
+            tokens=tokens,
+            flops=flops,
+            last=number == config.steps,
+            loss=loss.double() / tokens,
+            lr=rate,
+            grad_norm=grad_norm,
+            data_s=data_s,
+        )
         if number == steps[0]:
             job.set_timeout(config.elastic.step_timeout_s)
         if job.should_stop():

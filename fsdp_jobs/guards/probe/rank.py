@@ -50,7 +50,7 @@ class Probe:
         backward: Callable[[list[Microbatch]], Tensor],
     ):
         self.config, self.model, self.device, self._backward = config, model, device, backward
-        self._ranks = Ranks(dist.distributed_c10d._get_default_group())
+        self._ranks = Ranks()
         self.every_steps = probe_every_steps(config) if self._ranks.world > 1 else 0
         self._agreed = -1  # the newest step of this round at which all ranks agreed
 
