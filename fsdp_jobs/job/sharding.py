@@ -132,7 +132,8 @@ def shard(
         for block in blocks:
             block.compile()
     inner = MixedPrecisionPolicy(TORCH_DTYPES[param_dtype(fsdp, device.type)], TORCH_DTYPES[fsdp.reduce_dtype])
-    outer = replace(inner, output_dtype=TORCH_DTYPES.get(output_dtype(fsdp) or ""))
+    output = output_dtype(fsdp)
+    outer = inner if output is None else replace(inner, output_dtype=TORCH_DTYPES[output])
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if fsdp.cpu_offload else OffloadPolicy()
 
     def place(parameter: nn.Parameter) -> Shard:

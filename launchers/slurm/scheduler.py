@@ -83,7 +83,8 @@ class SlurmLauncher(Launcher):
             return []
         unchecked = "not checked: partition, account, QOS, limits, sizes of nodes, and files that only the cluster has"
         here, file = site.site_of(config), cluster_of(config).site
-        facts = f"'{here.gpu_option.format('<GPUs of a node>')}', {len(here.switches) or 'no'} switches, {here.python} on the nodes"
+        gpus = here.gpu_option.format("<GPUs of a node>")
+        facts = f"'{gpus}', {len(here.switches) or 'no'} switches, {here.python} on the nodes"
         source = f"by {file} of cluster {here.cluster}" if file else f"cluster.site=FILE tells: {site.SAVE}"
         return [why, unchecked, f"assumed: {facts}; {source}"]
 
