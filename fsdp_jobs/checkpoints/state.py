@@ -61,7 +61,10 @@ class State:
         self._is_prepared = False
         self._unread: set[Tensor] = set()  # parameters whose optimizer state exists only to be loaded into
         self.buffers: frozenset[str] = frozenset()  # names of the tensors that a forward may change
-        _, values = self._live()
+        tensors, values = self._live()
+        for name, tensor in tensors.items():
+            if not isinstance(tensor, DTensor) and torch._debug_has_internal_overlap(tensor) == 1:
+                raise TypeError(f"{name} shares memory between its elements, so it cannot be restored: clone() it")
         for name, value in [*values.items(), *((name, o.state_dict()) for name, o in self.others.items())]:
             _packed(name, value)
 

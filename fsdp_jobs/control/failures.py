@@ -105,7 +105,7 @@ class Budget:
                 return Verdict("user_error", "stop", why, **details)
             if again and not broken.was_long:
                 same = "the same error at the same step twice" if failure.step >= 0 else "the same twice in a row"
-                return Verdict("user_error", "stop", f"{why}; {same}", **details)
+                return Verdict("user_error", "stop", f"{why.rstrip('.')}; {same}", **details)
             self._last_signature = signature or self._last_signature
         if self.count <= self.most:
             return None

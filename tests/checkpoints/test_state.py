@@ -408,6 +408,21 @@ def _with_lbfgs(folder: str, is_sharded: bool) -> str:
     return str(refused.value)
 
 
+def _expanded(_: str) -> str:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.register_buffer("mask", torch.zeros(1, 4).expand(3, 4), persistent=False)
+    State(model, optimizer, {}, torch.device("cpu"))
+    model.register_buffer("mask", torch.zeros(1, 4).expand(3, 4))
+    with pytest.raises(TypeError) as refused:
+        State(model, optimizer, {}, torch.device("cpu"))
+    return str(refused.value)
+
+
+def test_a_buffer_that_cannot_be_restored_is_refused_before_the_first_step() -> None:
+    assert run_world(1, _expanded, "")[0].startswith("model.mask shares memory between its elements")
+
+
 def test_an_optimizer_that_cannot_be_restored_under_fsdp_is_refused_before_the_first_step(tmp_path: Path) -> None:
     assert "LBFGS keeps vectors of all parameters together" in run_world(1, _with_lbfgs, str(tmp_path), True)[0]
     assert run_world(1, _with_lbfgs, str(tmp_path), False) == [""]
