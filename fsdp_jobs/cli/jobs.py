@@ -149,7 +149,7 @@ def resume(args: list[str]) -> int:
         say(f"{run.name} is done: {status.reason}; its script is started once more", "yellow")
     elif status.state == "done" and steps is not None and "steps" not in map(key_of, changes):
         train_on = f"fsdp-jobs resume {named(run)} steps={2 * steps}"
-        say(f"{run.name} is done: {status.reason}; no step is left to do. To train on: {train_on}", "yellow")
+        raise BadInput.at(run.name, f"is done: {status.reason}; no step is left to do", train_on)
     is_dry = any(compose_job([change]).dry_run for change in changes if key_of(change) == "dry_run")
     if copied := another_runs(run):
         say(f"{copied}: {run.name} gets a job of its own")
