@@ -96,7 +96,7 @@ def _files(folder: Path) -> Iterator[Path]:
 def _is_no_code(folder: Path) -> bool:
     """Whether a folder is a Python environment, a run, or closed to this user, rather than this user's code."""
     marks = ("pyvenv.cfg", "conda-meta", "job.json")
-    is_closed = not os.access(folder, os.X_OK)
+    is_closed = not os.access(folder, os.X_OK, effective_ids=True)
     return is_closed or folder.name == "site-packages" or any((folder / mark).exists() for mark in marks)
 
 
