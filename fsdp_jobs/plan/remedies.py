@@ -186,7 +186,8 @@ def _faster(config: JobConfig, shape: ModelShape, topology: Topology, option: Op
         ["fsdp.cpu_offload=false"] if fsdp.cpu_offload else [],
     )
     options = options_of(config, shape, Grouping(config, topology), fsdp.strategy, fsdp.shard_group)
-    shardings = {(o.layout.strategy, o.placement) for o in (option, min(options, key=lambda o: o.time.step))}
+    tried = (option, min(options, key=lambda o: o.time.step))
+    shardings = dict.fromkeys((o.layout.strategy, o.placement) for o in tried)
     found: list[tuple[Option, list[str]]] = []
     for (strategy, placement), chosen in product(shardings, product(*(["", *overrides] for overrides in changes))):
         overrides = [override for override in chosen if override]
@@ -196,9 +197,13 @@ def _faster(config: JobConfig, shape: ModelShape, topology: Topology, option: Op
         priced = price(other, shape, strategy, placement)
         if fits_well(config, priced):
             found.append((priced, overrides))
-    shortest = min((priced.time.step for priced, _ in found), default=0.0)
+    if not found:
+        return
+    shortest = min(priced.time.step for priced, _ in found)
     near = [(priced, overrides) for priced, overrides in found if priced.time.step <= NEAR * shortest]
-    _, overrides = min(near, key=lambda it: it[0].memory.total, default=(option, []))
+    _, overrides = min(near, key=lambda it: it[0].memory.total)
+    if not overrides:
+        return
     best = choose(with_overrides(config, overrides), shape, topology).option
     if best.fits and best.time.tokens_per_s > WORTH_SAYING * option.time.tokens_per_s:
         speeds = f"{best.time.tokens_per_s:,.0f} tokens/s predicted, {option.time.tokens_per_s:,.0f} as asked"

@@ -67,9 +67,9 @@ class Companions:
         queue = client.queue()
         for node in nodes:
             if node not in self.jobs and self.tries[node]:  # SLURM may have taken one without an answer
-                for taken in queue.values():
-                    if taken.name == self._name(node) and taken.state.is_active:
-                        self.jobs[node] = taken.id
+                alike = (job.id for job in queue.values() if job.name == self._name(node) and job.state.is_active)
+                if (taken := next(alike, None)) is not None:
+                    self.jobs[node] = taken
             job = queue.get(self.jobs.get(node, ""))
             if (job is None or not job.state.is_active) and self.tries[node] < _TRIES:
                 self.tries[node] += 1

@@ -29,14 +29,15 @@ def sbatch(folder: Path, script: str) -> str:
 
     folder.mkdir(parents=True, exist_ok=True)
     before = dict(os.environ)
-    for name in before.keys() - client.own_environment(before, script).keys():  # submitit passes this environment on
+    foreign = before.keys() - client.own_environment(before, script).keys()
+    for name in foreign:  # submitit passes this process's environment on
         del os.environ[name]
     try:
         return str(Executor(folder)._submit_command(script).job_id)
     except (RuntimeError, OSError) as e:  # of submitit: refused, or there is no srun here
         raise JobFailed(f"sbatch: {e}") from e
     finally:
-        os.environ.update(before)
+        os.environ.update({name: before[name] for name in foreign})
 
 
 Groups = list[list[int]]  # indices of jobs with equal scripts
