@@ -152,8 +152,7 @@ class _Job:
         """Write the newest step's line, if it is not yet written.
 
         Raises:
-            JobFailed: the loss is not a number, and `elastic.stop_on_nan_loss` is set; or the gradient norm was not
-                finite for `elastic.max_skipped_updates` steps in a row.
+            JobFailed: the loss is not a number, and `elastic.stop_on_nan_loss` is set; or too many steps had no update.
         """
         line, self.line = self.line, None
         if line is None:
@@ -161,15 +160,7 @@ class _Job:
         if line.copied is not None:
             line.copied.synchronize()
         values = {name: float(value) for name, value in line.values.items()}
-        norm = values.get("grad_norm", 0.0)
-        self.skipped = 0 if math.isfinite(norm) else self.skipped + 1
-        if 0 < self.config.elastic.max_skipped_updates == self.skipped:
-            newest = self.checkpoints.committed_step if self.checkpoints is not None else -1
-            good = f"the newest finite checkpoint is of step {newest}" if newest >= 0 else "there is no checkpoint yet"
-            raise JobFailed(
-                f"the gradient norm of step {line.step} is {norm}, and {self.skipped} steps in a row had no update: "
-                f"lower optim.lr, or check the data; {good}"
-            )
+        self._count_skipped(line.step, values.get("grad_norm", 0.0))
         if line.step % self.config.log_every_steps:
             return
         if self.skipped:
@@ -183,6 +174,21 @@ class _Job:
         elif self.rank == 0:
             shown = [f"{name} {value:.6g}" for name, value in values.items()]
             print(f"step {line.step}", *shown, f"seconds {line.seconds:.3g}", sep="  ", flush=True)
+
+    def _count_skipped(self, step: int, norm: float) -> None:
+        """Count the steps in a row whose gradient norm is not finite, so that there was no update.
+
+        Raises:
+            JobFailed: there are as many as `elastic.max_skipped_updates`.
+        """
+        self.skipped = 0 if math.isfinite(norm) else self.skipped + 1
+        if 0 < self.config.elastic.max_skipped_updates == self.skipped:
+            newest = self.checkpoints.committed_step if self.checkpoints is not None else -1
+            good = f"the newest finite checkpoint is of step {newest}" if newest >= 0 else "there is no checkpoint yet"
+            raise JobFailed(
+                f"the gradient norm of step {step} is {norm}, and {self.skipped} steps in a row had no update: "
+                f"lower optim.lr, or check the data; {good}"
+            )
 
     @property
     def is_leaving(self) -> bool:

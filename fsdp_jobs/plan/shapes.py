@@ -37,8 +37,7 @@ class Unit:
 
     def shards(self, group: int) -> list[int]:
         """Elements one rank stores of each parameter: FSDP2 gives it ceil(size / group) rows, padding included."""
-        split = [(shape or (1,), shard_dim(shape, group)) for _, shape in self.params]
-        return [-(-shape[dim] // group) * math.prod(shape[:dim] + shape[dim + 1 :]) for shape, dim in split]
+        return [_stored(shape, group) for _, shape in self.params]
 
     def shard_numel(self, group: int) -> int:
         """Elements of it that one rank stores."""
@@ -47,6 +46,12 @@ class Unit:
     def inside_numel(self, group: int) -> int:
         """Elements of parameters that are not sharded on the first dimension: FSDP2 gathers them by one copy more."""
         return sum(math.prod(shape) for _, shape in self.params if shard_dim(shape, group))
+
+
+def _stored(shape: Shape, group: int) -> int:
+    dim = shard_dim(shape, group)
+    rows = -(-(shape[dim] if shape else 1) // group)
+    return rows * math.prod(shape[:dim] + shape[dim + 1 :])
 
 
 @dataclass(frozen=True)
