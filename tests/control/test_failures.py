@@ -211,6 +211,17 @@ def test_an_exit_code_without_a_word_is_the_programs(tmp_path: Path) -> None:
     assert cluster.verdict.verdict == "user_error" and "exit code 3; the same twice in a row" in cluster.verdict.reason
 
 
+def test_an_error_is_the_same_whether_or_not_its_rank_had_ended_when_it_was_reported(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=1", *PROGRAM)
+    a = cluster.join(0)
+    for exit_code in (1, 2):  # of a rank that is still ending the agent knows no exit code, and says 1
+        cluster.later(2, a, **SILENCE)
+        cluster.ready(a, failure(0, 0, "NoSuchOption: No such option: --stepz", exit_code, step=-1))
+    cluster.later(2, a, **SILENCE)
+    assert cluster.verdict is not None and cluster.verdict.verdict == "user_error", cluster.events("round_broken")
+    assert "--stepz; the same twice in a row" in cluster.verdict.reason
+
+
 @pytest.mark.parametrize(
     ("steps", "restored", "verdict"),
     [
