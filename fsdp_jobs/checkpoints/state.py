@@ -258,13 +258,18 @@ class State:
 
 
 class Hyperparameters:
-    """Values of an optimizer's groups besides parameters; schedulers compute the next rate from them."""
+    """Values of an optimizer's groups besides parameters, from which schedulers compute the next rate.
+
+    Also what its own `state_dict` adds, such as a step size for all parameters.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer):
         self.optimizer = optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        return {"groups": [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]}
+        groups = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
+        added = {k: v for k, v in self.optimizer.state_dict().items() if k not in ("state", "param_groups")}
+        return {"groups": groups, "added": added}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises: JobFailed if the optimizer has another number of groups."""
@@ -276,6 +281,10 @@ class Hyperparameters:
             )
         for group, saved in zip(here, there, strict=True):
             group.update(saved)
+        if added := state.get("added"):
+            of_parameters = self.optimizer.state  # loaded as it was: torch's method would convert it
+            self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": {}, **added})
+            self.optimizer.state = of_parameters
 
 
 class RandomState:

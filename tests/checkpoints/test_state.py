@@ -465,6 +465,41 @@ def test_an_optimizer_that_is_not_in_its_training_mode_yet_is_restored(tmp_path:
     run_world(2, _begun_later, str(tmp_path))
 
 
+class _OneRate(torch.optim.AdamW):
+    """Adapts one rate for all parameters, and keeps it beside its state and its groups."""
+
+    rate = 1.0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.rate *= 1.5
+        for group in self.param_groups:
+            group["lr"] = 1e-3 * self.rate
+        super().step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "rate": self.rate}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.rate = state["rate"]
+
+
+def _with_one_rate(folder: str) -> None:
+    first, again = (trained(folder, r, optimizer=_OneRate, model=nn.Linear(4, 4)) for r in ("0", "1"))
+    for number in (1, 2):
+        _step(first, number)
+    first.save(2, block=True)
+    assert again.restore() == 2 and _values(again) == _values(first)
+    for checkpoints in (first, again):
+        _step(checkpoints, 3)
+    assert again.state.optimizer.rate == first.state.optimizer.rate == 1.5**3  # type: ignore[attr-defined]
+    assert _values(again) == _values(first)
+
+
+def test_what_an_optimizers_own_state_dict_adds_is_restored(tmp_path: Path) -> None:
+    run_world(2, _with_one_rate, str(tmp_path))
+
+
 def _of_its_stage(folder: str, restart: str) -> Any:
     checkpoints = trained(folder, restart)
     stage = nn.ModuleDict({f"layer{dist.get_rank()}": nn.Linear(4, 4)})
