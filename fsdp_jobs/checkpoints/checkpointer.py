@@ -118,7 +118,7 @@ class Checkpointer:
         Waits for the previous save first; a step that is already saved is not written again. A failed save leaves
         only an event, the text in `failure`, and the previous checkpoint.
         """
-        self._report(Phase.SAVING)
+        self._report(Phase.ENDING if block else Phase.SAVING)
         if self._staged is not None:
             self._staged.result()  # a rank whose copy failed must not begin another save by itself
         self.finish()

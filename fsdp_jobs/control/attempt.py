@@ -62,7 +62,7 @@ class Round:
     broken_why: str = ""
     failures: list[Failure] = field(default_factory=list)
     lost: dict[int, str] = field(default_factory=dict)  # node -> how
-    ended: set[int] = field(default_factory=set)  # nodes with ranks that had ended, with 0, when others failed
+    ended: dict[int, int] = field(default_factory=dict)  # node -> the last step of its ranks that trained no more
     left: int = 0  # nodes that are gone after their ranks had ended
     culprit: int | None = None  # node that held up the others, was the only one lost, or has wrong state
     excludes: bool = False  # exclude the culprit's machine at once

@@ -155,7 +155,7 @@ class Coordinator(Attempt):
             agent.ended = True  # the signal ended its ranks; others may still be saving
             return
         current.failures += reports
-        current.ended |= {a.node for a in self.agents.in_round() for r, _ in a.beat.ranks if r.phase == Phase.DONE}
+        current.ended |= self.agents.ahead()
         self.step = max(self.step, *(f.step for f in reports))
         why = " and ".join(f.describe() for f in reports)
         if current.running:

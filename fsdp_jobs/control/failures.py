@@ -43,8 +43,10 @@ def find_cause(broken: Round, silent: set[int]) -> Cause:
     """
     real = [f for f in broken.failures if not f.is_request]
     first = min(real, key=lambda f: (f.is_victim, f.has_aborted)) if real and not broken.has_stalled else None
-    if first is not None and first.is_victim and broken.ended and not silent:
-        ended = f"ranks of nodes {sorted(broken.ended)} had ended before, with exit code 0"
+    last = max(broken.ended.values(), default=math.inf)
+    if first is not None and first.is_victim and last <= first.step and not silent:
+        how = f"after step {last}" if last >= 0 else "with exit code 0"
+        ended = f"other ranks, on nodes {sorted(broken.ended)}, had ended before, {how}"
         return Cause(f"{first.describe()}; {ended}", first)
     if first is None or first.is_victim or (broken.culprit is not None and not first.error):
         return Cause(broken.broken_why, node=broken.culprit)  # failures are consequences: the cause died with its node

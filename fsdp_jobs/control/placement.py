@@ -85,6 +85,13 @@ class Agents(dict[str, ConnectedAgent]):
     def are_parked(self) -> bool:
         return {report.phase for report in self.reports()} == {Phase.PARKED}
 
+    def ahead(self) -> dict[int, int]:
+        """Return nodes with ranks that train no more, each with the last step of one, while other ranks do."""
+        if all(report.phase > Phase.TRAINING for report in self.reports()):
+            return {}
+        ending = (Phase.DONE, Phase.ENDING)
+        return {a.node: r.step for a in self.in_round() for r, _ in a.beat.ranks if r.phase in ending}
+
     def have_ended(self) -> bool:
         return all(a.ended for a in self.in_round())
 

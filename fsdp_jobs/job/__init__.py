@@ -75,7 +75,8 @@ class _Job:
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         alone |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         env = os.environ
-        env |= {name: value for name, value in alone.items() if name not in env}
+        for name, value in alone.items():
+            env.setdefault(name, value)
         self.launched = LAYOUT_ENV in env
         if self.launched:
             self.run = RunDir(env[RUN_DIR_ENV])
@@ -439,7 +440,7 @@ def finish() -> bool:
     if job.checkpoints is not None:
         if not job.is_leaving and job.done:
             job.checkpoints.save(job.done, block=True)
-        job.report(Phase.SAVING)
+        job.report(Phase.ENDING)
         job.checkpoints.close()
     job.agreed()  # all ranks have saved: a rank that leaves now ends the round for the others
     job.report(Phase.LEAVING if job.is_leaving else Phase.DONE)

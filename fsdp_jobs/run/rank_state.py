@@ -31,7 +31,8 @@ class Phase(IntEnum):
     PARKED = 2  # saved, and waiting to be stopped so that the world can change
     DONE = 3
     LEAVING = 4  # about to exit because of a request, so exit code 0 does not mean finished
-    SAVING = 5  # waiting for a checkpoint to be written, between two steps or after the last
+    SAVING = 5  # waiting for a checkpoint to be written
+    ENDING = 6  # the same, and no step follows
 
 
 class Request(IntEnum):

@@ -315,14 +315,34 @@ def test_a_rank_that_ends_while_its_peers_wait_for_it_is_the_programs_fault(tmp_
     cluster = Cluster(tmp_path, *PROGRAM, "nodes=2")
     a, b = cluster.join(0), cluster.join(1)
     for address in ("10.0.0.1:7", "10.0.0.2:8"):
-        cluster.later(1.5, a, b)
-        cluster.later(0.1, b, phase=Phase.DONE)
+        cluster.later(1.5, a, b, **SILENCE)
+        cluster.later(0.1, b, step=-1, phase=Phase.DONE)
         cluster.ended(b)
         cluster.ready(a, failure(0, 0, f"RuntimeError: Connection closed by peer [{address}]", step=-1))
         cluster.ready(b)
     cluster.later(2, a, b)
     assert cluster.verdict is not None and cluster.verdict.verdict == "user_error", cluster.verdict
-    assert "ranks of nodes [1] had ended before, with exit code 0; the same twice in a row" in cluster.verdict.reason
+    said = "other ranks, on nodes [1], had ended before, with exit code 0; the same twice in a row"
+    assert said in cluster.verdict.reason
+
+
+@pytest.mark.parametrize(("reached", "verdict"), [(23, "user_error"), (22, "infrastructure")])
+def test_ranks_that_do_more_steps_than_others_are_the_programs_fault(
+    tmp_path: Path, reached: int, verdict: str
+) -> None:
+    """One has done 23 and saves for the last time; one that has not reached 23 may have been held up by anything."""
+    cluster = Cluster(tmp_path, "nodes=2", "elastic.max_failures_without_progress=3", "elastic.exclude_after=0")
+    a, b = cluster.join(0), cluster.join(1)
+    while cluster.verdict is None:
+        cluster.later(1.5, a, b, step=20)
+        cluster.later(0.1, b, step=23, phase=Phase.ENDING)
+        cluster.later(0.1, a, step=reached, phase=Phase.TRAINING)
+        cluster.ready(a, failure(0, 0, "RuntimeError: Timed out waiting 600000ms for send operation", step=reached))
+        cluster.ready(b)
+        cluster.later(2, a, b, step=20)
+    assert cluster.verdict.verdict == verdict, cluster.events("round_broken")
+    said = "other ranks, on nodes [1], had ended before, after step 23; the same error at the same step twice"
+    assert (said in cluster.verdict.reason) is (reached == 23), cluster.verdict.reason
 
 
 def test_the_first_cause_is_the_first_that_arrived(tmp_path: Path) -> None:

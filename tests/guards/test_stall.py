@@ -24,7 +24,7 @@ def _after_five_steps(folder: Path, nodes: str = "2") -> tuple[Cluster, list[Con
 
 def test_a_save_of_minutes_is_no_stall(tmp_path: Path) -> None:
     cluster, agents = _after_five_steps(tmp_path)
-    cluster.later(1000, *agents, step=5, phase=int(Phase.SAVING))
+    cluster.later(1000, *agents, step=5, phase=int(Phase.ENDING))
     cluster.later(50, *agents, step=5)
     assert cluster.last(agents[0], Dump) is None, "the step after it has just begun"
     cluster.later(15, *agents, step=5)

@@ -49,7 +49,7 @@ class Guard(guard.Guard):
         if attempt.round.has_reports and Phase.DONE in phases:
             return  # with its steps; what the others still do may take long
         # While one rank waits for a checkpoint, others may wait for that rank.
-        self._saving_since = (self._saving_since or now) if Phase.SAVING in phases else None
+        self._saving_since = (self._saving_since or now) if {Phase.SAVING, Phase.ENDING} & phases else None
         if self._saving_since is not None and now - self._saving_since < _SAVES_S:
             self._since, self._asked_at = now, None  # the next step has not begun
             return
