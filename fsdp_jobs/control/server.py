@@ -57,17 +57,18 @@ class Server:
 
     async def serve(self, hosts: list[str], port: int) -> int:
         """Serve until the attempt is over. Returns its exit code."""
-        loop = asyncio.get_running_loop()
+        loop, coordinator = asyncio.get_running_loop(), self.coordinator
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            loop.add_signal_handler(number, self._on_signal, f"{signal.Signals(number).name} received")
+            why = f"{signal.Signals(number).name} received"
+            loop.add_signal_handler(number, lambda why: coordinator.on_stop(why, time.monotonic()), why)
         charge, requests = asyncio.create_task(self._keep_charge()), self._read_requests()
         async with await asyncio.start_server(self._agent, hosts, port):
             while (exit_code := self._exit_code()) is None:
                 await asyncio.sleep(_TICK_S)
                 if requests.done():
-                    self.coordinator.on_requests(requests.result(), time.monotonic())
+                    coordinator.on_requests(requests.result(), time.monotonic())
                     requests = self._read_requests()
-                self.coordinator.tick(time.monotonic())
+                coordinator.tick(time.monotonic())
         charge.cancel()
         requests.cancel()
         return exit_code
@@ -108,9 +109,6 @@ class Server:
                 logger.warning("%s: %s: %s", home, type(e).__name__, e)
             await asyncio.sleep(_CHARGE_S)
         coordinator.on_superseded()
-
-    def _on_signal(self, why: str) -> None:
-        self.coordinator.on_stop(why, time.monotonic())
 
     async def _agent(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         agent, is_direct, is_end = None, False, False

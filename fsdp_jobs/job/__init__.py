@@ -75,8 +75,7 @@ class _Job:
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         alone |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         env = os.environ
-        for name, value in alone.items():
-            env.setdefault(name, value)
+        env |= alone | env  # what is set stays
         self.launched = LAYOUT_ENV in env
         if self.launched:
             self.run = RunDir(env[RUN_DIR_ENV])

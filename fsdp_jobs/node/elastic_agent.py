@@ -1,9 +1,9 @@
 """torch's elastic agent, extended to get its rounds from the coordinator and report why ranks failed.
 
-torch's agent owns the ranks' processes and runs the loop. Four of its steps are overridden here:
+torch's agent owns the ranks' processes and runs the loop. Three of its steps are overridden here:
 
-    run -> _initialize_workers   counts the kernel's out-of-memory kills, then rendezvous (`rendezvous.py`)
-             -> _start_workers   tiers learn of the round before its ranks start
+    run -> _initialize_workers   rendezvous (`rendezvous.py`)
+             -> _start_workers   counts the kernel's out-of-memory kills, and tiers learn of the round
         -> _monitor_workers      every 0.1 s: expired lease, ranks that failed, left or ended
              -> _stop_workers    when ranks failed, or when the round is over (`num_nodes_waiting` says 1)
 """
@@ -73,11 +73,8 @@ class Agent(LocalElasticAgent):
         handler.workers = lambda: self.get_worker_group().workers
         start_thread(self._keep_lease, "lease")
 
-    def _initialize_workers(self, worker_group: WorkerGroup, *args: Any, **kwargs: Any) -> None:
-        self._kills_for_memory = kills_for_memory()
-        super()._initialize_workers(worker_group, *args, **kwargs)
-
     def _start_workers(self, worker_group: WorkerGroup) -> Any:
+        self._kills_for_memory = kills_for_memory()
         for follower in self._followers:
             follower.begin_round(has_rank_0=self._handler.round.rank == 0)
         for tier in self._tiers:
@@ -125,8 +122,8 @@ class Agent(LocalElasticAgent):
         if any(state.read().phase == Phase.LEAVING for state in handler.states):
             handler.failed(
                 [
-                    Failure(self._node, w.global_rank, EXIT_REQUEUE, "", job_time(), self._step(w.local_rank))
-                    for w in worker_group.workers
+                    Failure(self._node, worker.global_rank, EXIT_REQUEUE, "", job_time(), state.read().step)
+                    for worker, state in zip(worker_group.workers, handler.states, strict=True)
                 ]
             )
             return RunResult(state=WorkerState.FAILED)
@@ -173,10 +170,6 @@ class Agent(LocalElasticAgent):
             with suppress(ProcessLookupError):
                 (os.kill if is_python else os.killpg)(pid, signal.SIGTERM)
 
-    def _step(self, local_rank: int) -> int:
-        """Return the step that a rank has reported, -1 before its first report."""
-        return self._handler.states[local_rank].read().step
-
     def _describe(self, rank: int, failure: ProcessFailure) -> Failure:
         """Report a failed rank with a summary of its exception, from torch elastic's error file."""
         error, text, has_file = "", "", Path(failure.error_file).exists()
@@ -191,7 +184,7 @@ class Agent(LocalElasticAgent):
             text = _BEFORE_MESSAGE.sub(r"\1 ", text.strip())
             error = summary(text)
         ended_at = failure.timestamp + self._handler.lease.ahead_s() if has_file else job_time()
-        step = self._step(failure.local_rank)
+        step = self._handler.states[failure.local_rank].read().step
         return Failure(self._node, rank, failure.exitcode, error, ended_at, step, waited_s(text))
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:

@@ -13,6 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from fsdp_jobs.node.elastic_agent import Agent
 from fsdp_jobs.run.messages import Failed
+from fsdp_jobs.run.rank_state import Phase, RankState
 from fsdp_jobs.run.term import Lease
 
 WORKER = """Caught OSError in DataLoader worker process 0.
@@ -31,6 +32,14 @@ Traceback (most recent call last):
 
 ValueError: no such optimizer
 """
+
+
+def _after_step_7(folder: Path) -> RankState:
+    state = RankState(folder, 0)
+    state.report(7, -1, Phase.TRAINING)
+    return state
+
+
 WORKER_SAYS = "OSError: Caught OSError in DataLoader worker process 0"
 SPAWNED_SAYS = "ProcessRaisedException: -- Process 1 terminated with the following error"
 
@@ -50,8 +59,8 @@ SPAWNED_SAYS = "ProcessRaisedException: -- Process 1 terminated with the followi
 def test_any_exception_reaches_the_coordinator(tmp_path: Path, raised: str, reported: str) -> None:
     error_file = tmp_path / "error.json"
     error_file.write_text(json.dumps({"message": {"message": raised, "extraInfo": {"timestamp": "1"}}}))
-    handler = SimpleNamespace(lease=Lease(tmp_path))
-    agent: Any = SimpleNamespace(_handler=handler, _node=1, _kills_for_memory=0, _step=lambda _: 7)
+    handler = SimpleNamespace(lease=Lease(tmp_path), states=[_after_step_7(tmp_path)])
+    agent: Any = SimpleNamespace(_handler=handler, _node=1, _kills_for_memory=0)
     failure = Agent._describe(agent, 3, ProcessFailure(0, pid=1, exitcode=1, error_file=str(error_file)))
     (received,) = Failed.read(Failed([failure]).line()).failures
     assert (received.node, received.rank, received.step, received.error) == (1, 3, 7, reported)
@@ -87,8 +96,8 @@ def test_how_long_a_rank_waited_before_its_collective_timed_out(
     if raised:
         error_file.write_text(json.dumps({"message": {"message": raised, "extraInfo": {"timestamp": "1"}}}))
     rank_log.write_text(log + "frame #0: c10::Error::Error + 0x96 (0x7f3b6d41df86 in libc10.so)\n" * 30)
-    handler = SimpleNamespace(lease=Lease(tmp_path), log_files=lambda: [rank_log])
-    agent: Any = SimpleNamespace(_handler=handler, _node=1, _kills_for_memory=0, _step=lambda _: 7)
+    handler = SimpleNamespace(lease=Lease(tmp_path), log_files=lambda: [rank_log], states=[_after_step_7(tmp_path)])
+    agent: Any = SimpleNamespace(_handler=handler, _node=1, _kills_for_memory=0)
     code = 1 if raised else -signal.SIGABRT
     failure = Agent._describe(agent, 3, ProcessFailure(0, pid=1, exitcode=code, error_file=str(error_file)))
     assert failure.waited_s == pytest.approx(waited_s)

@@ -80,8 +80,13 @@ class Guard(guard.Guard):
         match message:
             case Digests():
                 self._take_digests(agent, message, now)
-            case Tensors():
-                self._take_tensors(message, now)
+            case Tensors(step, rank, of, sums):
+                difference = self._comparison.open
+                if difference is not None and step == difference.step and rank in difference.sums:
+                    difference.expected[rank] = of
+                    difference.sums[rank] |= sums
+                    if difference.is_complete:
+                        self._conclude(now)
 
     def _take_digests(self, agent: ConnectedAgent, message: Digests, now: float) -> None:
         """Store the digests of a node's ranks; compare once all ranks have sent theirs for the step."""
@@ -98,16 +103,6 @@ class Guard(guard.Guard):
         if len(digests) == current.size * agent.nproc:
             known.digests = {s: of_step for s, of_step in known.digests.items() if s > step}
             self._compare(step, digests, now)
-
-    def _take_tensors(self, message: Tensors, now: float) -> None:
-        """Store checksums of single tensors of one rank."""
-        difference, rank = self._comparison.open, message.rank
-        if difference is None or message.step != difference.step or rank not in difference.sums:
-            return
-        difference.expected[rank] = message.of
-        difference.sums[rank] |= message.sums
-        if difference.is_complete:
-            self._conclude(now)
 
     def close(self, now: float) -> None:
         self._conclude(now)

@@ -63,25 +63,17 @@ class Guard(guard.Guard):
         match message:
             case Limits():
                 self._limits = message
-            case Compared():
-                self._note(message)
-            case Ask():
-                self._answer(message)
-
-    def _answer(self, asked: Ask) -> None:
-        """Send the coordinator the checksums of single tensors of the requested ranks that are here."""
-        with self._lock:
-            of_step = dict(self._by_step.get(asked.step, {}))
-        for rank in of_step.keys() & set(asked.ranks):
-            sums = sorted(of_step[rank].items())
-            for begin in range(0, len(sums), _AT_ONCE):
-                self.node.link.send(Tensors(asked.step, rank, len(sums), dict(sums[begin : begin + _AT_ONCE])))
-
-    def _note(self, found: Compared) -> None:
-        """Write the coordinator's result for the ranks to read."""
-        known = self.agreement.read()
-        known = known._replace(began=min(known.began, found.compared), agreed=found.agreed)
-        self.agreement.write(known._replace(compared=found.compared, differ=found.differ))
+            case Compared(agreed, compared, differ):  # for the ranks to read
+                known = self.agreement.read()
+                began = min(known.began, compared)
+                self.agreement.write(known._replace(began=began, agreed=agreed, compared=compared, differ=differ))
+            case Ask(step, ranks):
+                with self._lock:
+                    of_step = dict(self._by_step.get(step, {}))
+                for rank in of_step.keys() & {*ranks}:
+                    sums = sorted(of_step[rank].items())
+                    for begin in range(0, len(sums), _AT_ONCE):
+                        self.node.link.send(Tensors(step, rank, len(sums), dict(sums[begin : begin + _AT_ONCE])))
 
     def may_follow(self, step: int) -> bool:
         """Whether another snapshot may follow: once this one is compared. Until then the older one is kept."""

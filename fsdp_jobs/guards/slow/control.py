@@ -41,11 +41,8 @@ class Guard(guard.Guard):
 
     def on_message(self, agent: ConnectedAgent, message: Throttled, now: float) -> None:
         """Record a slow node with its driver's reasons."""
-        self._report(agent, message.why)
-
-    def _report(self, agent: ConnectedAgent, throttled: list[str]) -> None:
         if (slow := self._asked.pop(agent.node, None)) is not None:
-            self._named = replace(slow, host=agent.host, throttled=throttled)
+            self._named = replace(slow, host=agent.host, throttled=message.why)
             self.attempt.record(self._named)
 
     def watch(self, now: float) -> None:
@@ -65,7 +62,7 @@ class Guard(guard.Guard):
             agents[found.node].send(Slow())
         if now - self._asked_at > _ANSWERS_S:  # its driver does not answer
             for node in self._asked.keys() & agents.keys():
-                self._report(agents[node], [])
+                self.on_message(agents[node], Throttled([]), now)
         if self._named is not None and attempt.elastic.exclude_slow and attempt.round.requested is Request.NONE:
             self._exclude(self._named)
 
@@ -79,19 +76,12 @@ class Guard(guard.Guard):
         self._named = None
         left = 0 if attempt.config.is_program else attempt.config.steps - attempt.step
         may = usable >= least_nodes(attempt.config) and time.time() - self._excluded_at > _EXCLUDE_S
-        if may and _pays(slow, current.size, usable, left):
+        # With only two nodes, either may be at fault. The node of rank 0 does more work for checkpoints.
+        is_at_fault = slow.others > 1 and slow.cause != "checkpoint"
+        saved_s = left * (slow.lost_s - slow.step_s * max(0.0, current.size / max(1, usable) - 1))
+        if may and is_at_fault and saved_s > 3 * _RESTART_S:  # ranks save before they are stopped
             self._excluded_at, why = time.time(), slow.sentence()
             if not attempt.exclude(slow.host, _EXCLUDE_S, why):
                 return
             attempt.record(events.MachineExcluded(slow.host, why, is_slow=True))
             attempt.park(f"{slow.host} is excluded, because it is slow")
-
-
-def _pays(slow: events.SlowNode, nodes: int, without: int, steps: int) -> bool:
-    """Whether the remaining `steps` on `without` other nodes save much more time than a restart takes.
-
-    With only two nodes, either may be at fault. The node of rank 0 does more work for checkpoints, so those are no
-    reason. Ranks save before they are stopped, so an exclusion costs only a restart.
-    """
-    saved_s = slow.lost_s - slow.step_s * max(0.0, nodes / max(1, without) - 1)
-    return slow.others > 1 and slow.cause != "checkpoint" and saved_s * steps > 3 * _RESTART_S
