@@ -197,7 +197,7 @@ def story_of(status: RunStatus, state: str) -> Iterator[tuple[str, str]]:
     """
     for b in status.breaks:
         stamp = f"{datetime.fromtimestamp(b.time):%b %d %H:%M:%S}"
-        yield stamp, f"{b.why}: {b.lost} lost, training again after {b.recovered}"
+        yield stamp, f"{b.why.rstrip('.')}: {b.lost} lost, training again after {b.recovered}"
     for host, why in status.run.excluded_hosts().items():
         yield host, f"is excluded: {why}"
     if status.spikes:

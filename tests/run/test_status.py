@@ -97,6 +97,13 @@ def test_steps_that_stand_still_are_not_told_as_training(tmp_path: Path) -> None
         assert dict(story_of(status, "running"))["now"] == said
 
 
+def test_the_full_stop_of_an_error_is_not_followed_by_a_colon(tmp_path: Path) -> None:
+    status = RunStatus(recorded_run(tmp_path))
+    status.breaks = [Break(200.0, "rank 0 on node 0 failed: Could not override 'lr'.", 4, 2)]
+    (_, said), *_ = story_of(status, "running")
+    assert said == "rank 0 on node 0 failed: Could not override 'lr': 2 steps lost, training again after -"
+
+
 def test_a_glance_sees_what_reading_everything_sees(tmp_path: Path) -> None:
     run = recorded_run(tmp_path)
     for step in range(21, 3000):
