@@ -42,7 +42,7 @@ def kill(job: NetnsJob, what: str, node: str) -> None:
     """Kill one thing. Processes come back because `keep` says so; a node is replaced here."""
     number = job.fabric.nodes.index(node)
     if what == "all ranks":
-        job.until(lambda: any(job.fabric.ranks(name) for name in NODES), "a rank", 60)
+        job.until(lambda: any(map(job.ranks, range(len(NODES)))), "a rank", 60)  # not only of the job beside
         ranks = [rank for name in NODES for rank in job.fabric.ranks(name)]
         for rank in ranks:
             with suppress(psutil.NoSuchProcess):
