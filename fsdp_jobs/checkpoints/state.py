@@ -268,8 +268,11 @@ class Hyperparameters:
 
     def state_dict(self) -> dict[str, Any]:
         groups = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
-        added = {k: v for k, v in self.optimizer.state_dict().items() if k not in ("state", "param_groups")}
-        return {"groups": groups, "added": added}
+        values: dict[str, Any] = {}
+        if type(self.optimizer).state_dict is not torch.optim.Optimizer.state_dict:
+            with suppress(NotImplementedError):  # as of optimizers whose values are of each rank
+                values = self.optimizer.state_dict()
+        return {"groups": groups, "added": {k: v for k, v in values.items() if k not in ("state", "param_groups")}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Raises: JobFailed if the optimizer has another number of groups."""
