@@ -8,6 +8,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from rich.table import Table
 from rich.text import Text
@@ -27,8 +28,9 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, as of a shell
 _CANNOT_WRITE = {
     errno.ENOSPC: "make room there, then repeat the command",
     errno.EDQUOT: "make room in your quota, then repeat the command",
-    errno.EACCES: "only its owner may do that",
-    errno.EROFS: "choose another folder: runs_dir=...",
+    errno.EACCES: "only its owner may do that; report and export write elsewhere by --out",
+    errno.EROFS: "choose another folder: runs_dir=..., or --out=... of report and export",
+    errno.ENOENT: "choose a folder that exists or can be made",
     **dict.fromkeys((errno.ENOTDIR, errno.EISDIR, errno.EEXIST), "move it away, or give another name"),
     errno.ENAMETOOLONG: "a shorter name",
 }
@@ -50,7 +52,7 @@ VERBS = {
     "cancel": ("cli.runs:cancel", "save a checkpoint and stop: cancel NAME [--now] [--json]"),
     "report": (
         "cli.runs:report",
-        "curves, faults, goodput and plan as an HTML file: report NAME [--png]",
+        "curves, faults, goodput and plan as an HTML file: report NAME [--png] [--out DIR]",
     ),
     "sweep": ("sweeps.verbs:sweep", "jobs of a --multirun: sweep status|resume|retry-failed|cancel|best|report NAME"),
     "dashboard": ("cli.runs:dashboard", "all runs live in a browser: dashboard [--port P] [--host ADDRESS]"),
@@ -105,6 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 stream.reconfigure(errors="replace")  # a terminal may have fewer letters than paths and messages
         console.ends_with_its_reader = verb not in _ACTING
         module, _, name = VERBS[verb][0].partition(":")
+        Path.cwd()  # torch and Hydra need one
         function: Callable[[list[str]], int] = getattr(importlib.import_module(f"fsdp_jobs.{module}"), name)
         return function(args)
     except BadInput as e:
@@ -118,9 +121,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as e:
-        if e.errno not in _CANNOT_WRITE or e.filename is None:
+        if e.errno not in _CANNOT_WRITE or (e.filename is None and e.errno != errno.ENOENT):
             raise
-        place = e.filename2 or e.filename  # when copying or renaming, the second file cannot be written
+        # When copying or renaming, the second file cannot be written; only the current folder has no name.
+        place = e.filename2 or e.filename or "the current folder"
         return _bad_input(BadInput.at(str(place), str(e.strerror), _CANNOT_WRITE[e.errno]))
     finally:
         console.stderr = False  # a verb's --json holds for that verb

@@ -209,7 +209,8 @@ def logs(args: list[str]) -> int:
         row = Overview().look([run])[run]  # its launcher may fetch the records
         why = f": {row.reason}" if row.reason else ""
         if not _is_written(run, pattern):
-            complain(f"nothing is printed there; {run.name} is {row.state}{why}")
+            what = "nothing is printed there" if any(run.path.glob(pattern)) else "no such rank has begun"
+            complain(f"{what}; {run.name} is {row.state}{why}")
     # the launcher is queried at least once: it may have to fetch the logs
     for file, line in follow_files(run.path, pattern, lambda: active() and flags.follow):
         if flags.errors and not looks_like_error(line):
@@ -305,11 +306,12 @@ def _print_files(files: Iterable[Path], as_json: bool) -> int:
 def report(args: list[str]) -> int:
     parser = run_parser("report")
     parser.add_argument("--png", action="store_true", help="also a picture of it, drawn by Chromium or Chrome")
+    parser.add_argument("--out", help="folder to write; the run directory when left out")
     parser.add_json()
     flags = parser.parse(args)
     from fsdp_jobs.observe.report import write_report
 
-    return _print_files(write_report(flags.run, flags.png), flags.json)
+    return _print_files(write_report(flags.run, flags.png, flags.out), flags.json)
 
 
 def prune(args: list[str]) -> int:

@@ -368,11 +368,15 @@ def load_config(path: Path) -> JobConfig:
 
     Raises:
         BadInput: a value cannot be converted to its key's type, or there is no such key.
+        Damaged: it has not the kind of model or cluster.
     """
     values, config = plain_values(path), JobConfig()
+    given = dict(dotted(values))
     for group, discriminator in (("model", "kind"), ("cluster", "launcher")):
         nodes = {getattr(node, discriminator): node for schema_group, _, node in SCHEMAS if schema_group == group}
-        if (chosen := values[group][discriminator]) in nodes:
+        if (key := f"{group}.{discriminator}") not in given:
+            raise Damaged(path, f"{key} is not in it")
+        if (chosen := given[key]) in nodes:
             setattr(config, group, nodes[chosen]())
     _fill(config, values, f"{path}: ")
     return config

@@ -43,7 +43,7 @@ def about(status: RunStatus, state: str) -> JsonObject:
         "events": happened,
         "compared": list(_compared(status)),
         "submitted": run.read_job(),
-        "config": run.config.read_text() if run.config.exists() else "",
+        "config": run.config.read_text(errors="replace") if run.config.exists() else "",
     }
     answer: JsonObject = finite(content)
     return answer

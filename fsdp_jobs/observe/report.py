@@ -29,8 +29,8 @@ _PICTURE_S = 60.0
 _MODULE = re.compile(r"^import .*$|^export ", re.MULTILINE)  # statements that a plain script must not have
 
 
-def write_report(run: RunDir, png: bool = False) -> list[Path]:
-    """Write `report.html`, with `png` also a picture of it, into the run directory; return the files.
+def write_report(run: RunDir, png: bool = False, out: str | None = None) -> list[Path]:
+    """Write `report.html`, with `png` also a picture of it, into `out` or the run directory; return the files.
 
     Raises:
         BadInput: no browser for the picture is installed, or it fails.
@@ -47,8 +47,9 @@ def write_report(run: RunDir, png: bool = False) -> list[Path]:
         f"api/runs/{run.name}/curves": curves(run),
         f"api/runs/{run.name}/logs": lines[-_LOG_LINES:],
     }
-    write_page(run.report, f"run/{run.name}", answers)
-    return [run.report, _picture_of(run.report)] if png else [run.report]
+    page = run.report if out is None else Path(out, run.report.name)
+    write_page(page, f"run/{run.name}", answers)
+    return [page, _picture_of(page)] if png else [page]
 
 
 def write_page(file: Path, page: str, answers: JsonObject) -> None:

@@ -111,11 +111,6 @@ def try_lock(file: IO[str]) -> bool:
     return True
 
 
-def no_folders(key: str, folder: Path) -> BadInput:
-    """Make the error that the system makes no folders where a key has them."""
-    return BadInput.at(f"{key}={folder}", "the system makes no folders there", f"{key}=... in a folder of yours")
-
-
 def write_json(path: Path, values: JsonObject) -> None:
     """Write an object as `write_atomic` does."""
     write_atomic(path, json.dumps(values, indent=2))
@@ -282,12 +277,9 @@ class RunDir:
         """Keep every other command from submitting this run. `try_lock` lists the file systems where this works.
 
         Raises:
-            BadInput: another command has not finished in time, or no folder can be made in `runs_dir`.
+            BadInput: another command has not finished in time.
         """
-        try:
-            self.submit.mkdir(parents=True, exist_ok=True)
-        except FileNotFoundError as e:  # in /proc, and in what a link to nothing is on the way to
-            raise no_folders("runs_dir", self.path.parent) from e
+        self.submit.mkdir(parents=True, exist_ok=True)
         with (self.submit / "lock").open("a+") as file:
             if not wait_until(lambda: try_lock(file), wait_s, 0.05):
                 file.seek(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
@@ -13,7 +14,7 @@ from pathlib import Path
 from fsdp_jobs.config.errors import BadInput, nearest
 from fsdp_jobs.config.hydra import key_of
 from fsdp_jobs.config.terminal import say
-from fsdp_jobs.run.directory import RunDir, find_run, lock, no_folders, recorded_in, try_lock
+from fsdp_jobs.run.directory import RunDir, find_run, lock, recorded_in, try_lock
 from fsdp_jobs.run.record import JsonObject
 from fsdp_jobs.run.status import OVER
 from fsdp_jobs.sweeps.identity import identity
@@ -117,16 +118,15 @@ def locked(folder: Path) -> Iterator[None]:
     """Hold a sweep's lock, so that a command submits according to the state that it has read.
 
     Afterwards the folder is removed if it is empty.
-
-    Raises:
-        BadInput: no folder can be made in `sweep.dir`.
     """
     path = folder / "lock"
-    for _ in range(_TRIES):
+    for tried in itertools.count():
         try:
             folder.mkdir(parents=True, exist_ok=True)
             file = path.open("w")
-        except FileNotFoundError:  # another command has just removed the folder
+        except FileNotFoundError:  # another command has just removed the folder, or the system makes none there
+            if tried == _TRIES:
+                raise
             continue
         with file:
             if not try_lock(file):
@@ -142,7 +142,6 @@ def locked(folder: Path) -> Iterator[None]:
                     folder.rmdir()
                     folder.parent.rmdir()
             return
-    raise no_folders("sweep.dir", folder.parent)
 
 
 def sweeps_in(runs_dir: str) -> dict[str, Sweep]:

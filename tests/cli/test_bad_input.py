@@ -15,6 +15,7 @@ from fsdp_jobs.config.arguments import search_path
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.hydra import compose_job
 from tests.jobs import cli, environment
+from tests.recorded import recorded_run
 
 CASES = [
     (["optim.lrr=1"], "did you mean optim.lr?"),
@@ -171,17 +172,36 @@ def test_open_keys_take_whatever_the_users_factory_takes() -> None:
     assert "FI_PROVIDER" not in env and (env["A"], env["B"], env["NCCL_SOCKET_IFNAME"]) == ("1", "2", "^docker,lo,veth")
 
 
+_SMALL = ["nodes=1", "nproc_per_node=1", "name=a"]
+
+
 @pytest.mark.parametrize(
-    ("sweep", "key"),
-    [([], "runs_dir"), (["--multirun", "seed=1,2"], "runs_dir"), (["--multirun", "seed=1,2"], "sweep.dir")],
+    "args",
+    [
+        [*_SMALL, "runs_dir=/proc/own"],
+        ["--multirun", "seed=1,2", *_SMALL, "runs_dir=/proc/own"],
+        ["--multirun", "seed=1,2", *_SMALL, "sweep.dir=/proc/own"],
+        ["report", "recorded", "--out", "/proc/own"],
+    ],
 )
-def test_a_folder_that_cannot_be_made_is_named_by_its_key(
-    tmp_path: Path, sweep: list[str], key: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_folder_that_cannot_be_made_is_named(
+    tmp_path: Path, args: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main([*sweep, "nodes=1", "nproc_per_node=1", "name=a", f"{key}=/proc/own"]) == 2
-    refused = f"  1. {key}=/proc/own: the system makes no folders there\n      -> {key}=... in a folder of yours"
-    assert refused in capsys.readouterr().err
+    recorded_run(tmp_path / "runs")
+    assert main(args) == 2
+    assert "  1. /proc/own: No such file or directory\n      -> choose a folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("args", [["plan"], ["init"], ["status"]])
+def test_a_command_in_a_folder_that_was_removed_says_so(
+    tmp_path: Path, args: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main(args) == 2
+    assert "  1. the current folder: No such file or directory\n      -> choose" in capsys.readouterr().err
 
 
 def test_a_file_without_permission(tmp_path: Path) -> None:

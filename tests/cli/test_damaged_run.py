@@ -64,3 +64,20 @@ def test_a_command_that_needs_it_names_the_file(
     assert Damaged.__name__ in FINAL_ERRORS, "a job that meets it is not repeated"
     main([*args, f"runs_dir={tmp_path}"])
     assert f"{run.path / damaged}: damaged: " in "".join(capsys.readouterr())
+
+
+def test_a_configuration_without_the_kind_of_model_is_damaged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = recorded_run(tmp_path)
+    for left in ("steps: 20\n", "model: 5\n", "model:\n  layers: 2\n"):
+        run.config.write_text(left)
+        assert main(["export", run.name, f"runs_dir={tmp_path}"]) == 2
+        assert f"{run.config}: damaged: model.kind is not in it" in capsys.readouterr().err
+
+
+def test_a_report_shows_what_is_left_of_a_damaged_configuration(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path)
+    run.config.write_bytes(b"steps: 20\n\xff\xfe")
+    assert main(["report", run.name, f"runs_dir={tmp_path}"]) == 0
+    assert "steps: 20" in run.report.read_text()

@@ -195,3 +195,23 @@ def test_status_takes_conditions_on_what_was_configured_and_names_other_owners(t
     lines = cli(tmp_path, "status").stdout.splitlines()
     assert lines[0].split()[:2] == ["owner", "run"] and ["ada", "slow"] in [line.split()[:2] for line in lines]
     assert {row["run"]: row["owner"] for row in _json(tmp_path, "status")} == {"slow": "ada", "fast": None}
+
+
+def test_a_rank_that_never_began_is_not_a_silent_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = recorded_run(tmp_path)
+    write_atomic(run.rank_log(0, 0, 1), "")
+    for rank, said in (("1", "nothing is printed there"), ("99", "no such rank has begun")):
+        assert main(["logs", run.name, "--rank", rank, f"runs_dir={tmp_path}"]) == 0
+        assert said in capsys.readouterr().err
+
+
+def test_a_report_of_a_run_that_one_may_only_read_is_written_elsewhere(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path / "runs")
+    (tmp_path / "runs").chmod(0o755)
+    run.path.chmod(0o555)
+    own = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
+    refused = cli(tmp_path, "report", run.name, under=own)
+    assert refused.returncode == 2
+    assert "report.html: Permission denied\n      -> only its owner may do that; report" in refused.stderr
+    assert cli(tmp_path, "report", run.name, "--out", "mine", under=own).stdout == "mine/report.html\n"
+    assert (tmp_path / "mine" / "report.html").stat().st_size > 10_000
