@@ -219,9 +219,10 @@ def verify(folder: Path, shards: bool = True) -> list[str]:
 def mark_agreed(checkpoints: Path, about: Callable[[int], bool | None]) -> None:
     """Record in undecided checkpoints whether replicas held the same bits; `about` returns it for a step, or None."""
     for folder, name in find_all(checkpoints):
+        if (known := about(step_of(folder))) is None:
+            continue
         with suppress(ValueError, TypeError, FileNotFoundError):  # damaged, or just removed
-            manifest, known = Manifest.read(folder, name), about(step_of(folder))
-            if manifest.agreed is None and known is not None:
+            if (manifest := Manifest.read(folder, name)).agreed is None:
                 replace(manifest, agreed=known).write(folder, name)
 
 
@@ -286,12 +287,15 @@ def prune(checkpoints: Path, keep: int) -> list[Path]:
     Raises:
         CannotReadHere: this machine cannot verify one of them; nothing was removed.
     """
+    on_nodes = find_on_nodes(checkpoints)
+    if not keep and not on_nodes:
+        return []  # without a look at every file of thousands of checkpoints
     faults = {folder: verify(folder, shards=False) for folder in find_checkpoints(checkpoints)}
     whole = [f for f, found in faults.items() if not found]
     not_finite = [f for f, found in faults.items() if found == [NOT_FINITE]]
     differed = [f for f in whole if Manifest.read(f).agreed is False]
     sound = [f for f in whole if f not in differed]
-    for folder in find_on_nodes(checkpoints):
+    for folder in on_nodes:
         if sound and step_of(folder) < step_of(sound[0]):
             remove(folder)
     removed = sound[keep:] + differed[keep:] + not_finite[1:] if keep else []

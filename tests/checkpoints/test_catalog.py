@@ -109,10 +109,15 @@ def test_a_look_that_fails_removes_nothing_from_a_store(monkeypatch: pytest.Monk
     assert not [*home.glob("step-00000300*")]
 
 
-def test_keep_zero_keeps_all(tmp_path: Path) -> None:
+def test_keep_zero_keeps_all_and_a_save_reads_none_of_them(tmp_path: Path) -> None:
     for step in range(5):
         _write(tmp_path, step)
+    for file in ("manifest.json", "shard"):
+        (tmp_path / "step-00000000" / file).unlink()
+        (tmp_path / "step-00000000" / file).symlink_to(file)  # an error for whoever reads it
+    catalog.mark_agreed(tmp_path, lambda step: True if step > 2 else None)
     assert catalog.prune(tmp_path, keep=0) == []
+    assert [Manifest.read(f).agreed for f in catalog.find_checkpoints(tmp_path)[:3]] == [True, True, None]
 
 
 def test_steps_sort_as_numbers_and_other_folders_are_no_checkpoints(tmp_path: Path) -> None:
