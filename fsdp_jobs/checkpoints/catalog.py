@@ -96,7 +96,7 @@ class Manifest:
             OSError, ValueError, TypeError: it is missing, not JSON, or fails its checksum.
             OtherVersion: it is whole, and this version does not understand it.
         """
-        content: dict[str, Any] = json.loads((folder / name).read_text())
+        content: dict[str, Any] = dict(json.loads((folder / name).read_text()))
         if content.pop("sum", expected := _sum(content)) != expected:  # earlier versions wrote none
             raise ValueError("it differs from its checksum")
         try:
@@ -195,7 +195,7 @@ def _fault_of_manifest(folder: Path, name: str) -> str:
         Manifest.read(folder, name)
     except OtherVersion as e:
         return str(e)
-    except (ValueError, TypeError, AttributeError) as e:
+    except (ValueError, TypeError) as e:
         return f"is damaged: {e}"
     return ""
 

@@ -333,7 +333,7 @@ def _sums_in(folder: Path) -> dict[str, FileSums]:
     """Return the manifest's `files`; nothing if that file is another tool's."""
     try:
         return Manifest.read(folder).files
-    except (ValueError, TypeError, AttributeError):  # damaged, or not ours
+    except (ValueError, TypeError):  # damaged, or not ours
         content = json.loads((folder / MANIFEST).read_text())
         if isinstance(content, dict) and len(content.keys() & {f.name for f in fields(Manifest)}) > 5:
             raise

@@ -166,3 +166,13 @@ def test_of_two_saves_of_a_step_in_a_store_the_later_is_newer() -> None:
     names = ["step-00000010.0-9-1", "step-00000010.0-10-1", "step-00000009.1-0-1", "step-00000010.0-9-12"]
     newest = catalog._newest_first([Path(name) for name in names])
     assert [f.name for f in newest] == [names[1], names[3], names[0], names[2]]
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "null", '"step"', "7", "\x00" * 40, "{}"])
+def test_a_manifest_that_is_none_stops_neither_a_look_nor_a_mark(tmp_path: Path, content: str) -> None:
+    sound, damaged = _write(tmp_path, 1), _write(tmp_path, 2)
+    (damaged / "manifest.json").write_text(content)
+    (fault,) = catalog.verify(damaged)
+    assert fault.startswith("manifest.json is ")
+    catalog.mark_agreed(tmp_path, lambda _: True)
+    assert Manifest.read(sound).agreed and catalog.prune(tmp_path, keep=1) == []

@@ -292,8 +292,7 @@ class Found(NamedTuple):
     @classmethod
     def of(cls, snapshot: Snapshot, is_copy: bool, holder: int) -> Found:
         c = snapshot
-        sharding = (c.world_size, c.shard_group, c.is_whole)
-        return cls(c.term, c.rank, c.slot, c.step, *sharding, is_copy, holder, c.samples)
+        return cls(c.term, c.rank, c.slot, c.step, c.world_size, c.shard_group, c.is_whole, is_copy, holder, c.samples)
 
     @property
     def name(self) -> str:
