@@ -40,6 +40,12 @@ class Identity(Record):
             return there is not None and there.id == self.id
         return False
 
+    def may_be_copied_to(self, run: RunDir) -> bool:
+        """Whether a run directory with this identity may be a copy, and its original be here or on another machine."""
+        if self.is_there:
+            return not run.path.samefile(self.directory)
+        return self.host != socket.gethostname()
+
     def check(self, file: Path) -> None:
         """Check that the folder of `file` belongs to this run, or to no run yet.
 

@@ -108,6 +108,23 @@ def test_checkpoints_that_another_run_has_taken_over_stay(folder: Path) -> None:
     assert claimed.exists() and "old" not in names(folder)
 
 
+@pytest.mark.parametrize("original", ["there", "elsewhere", "moved"])
+def test_a_copy_of_a_run_does_not_take_the_checkpoints_of_the_original_with_it(folder: Path, original: str) -> None:
+    old, copy = RunDir(folder / "runs" / "old"), RunDir(folder / "copies" / "old")
+    identity = json.loads(identity_of(old, load_config(old.config)).to_json())
+    write_atomic(old.identity, json.dumps(identity))
+    shutil.copytree(old.path, copy.path)
+    if original != "there":
+        shutil.rmtree(old.path)
+    if original == "elsewhere":
+        write_atomic(copy.identity, json.dumps({**identity, "host": "cluster"}))
+    _aged(copy, 40)
+    done = cli(folder, "prune", "--older-than", "30d", "--yes", "runs_dir=copies")
+    assert not copy.path.exists()
+    assert (folder / "elsewhere" / "old" / "step-00000010").exists() == (original != "moved")
+    assert ("may be in use by the run that this one is a copy of" in done.stderr) == (original != "moved"), done
+
+
 def test_a_run_behind_a_link_goes_with_its_link(folder: Path) -> None:
     (folder / "big").mkdir()
     (folder / "runs" / "tuned-000").rename(folder / "big" / "tuned")
