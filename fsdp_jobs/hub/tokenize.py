@@ -73,10 +73,7 @@ def _identity(tokenizer: str) -> str:
     if not folder.is_dir():
         return tokenizer
     files = sorted({f for pattern in _TOKENIZER_FILES for f in folder.glob(pattern) if f.is_file()})
-    digest = hashlib.blake2b(digest_size=16)
-    for file in files:
-        digest.update(file.name.encode() + file.read_bytes())
-    return digest.hexdigest()
+    return hashlib.blake2b(b"".join(f.name.encode() + f.read_bytes() for f in files), digest_size=16).hexdigest()
 
 
 def cached(data: DataConfig, identity: list[Any], documents: Iterable[list[int]]) -> Path:

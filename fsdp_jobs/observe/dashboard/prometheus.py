@@ -27,7 +27,7 @@ def exposition(rows: Sequence[RunSummary]) -> str:
 def _lines(rows: Sequence[RunSummary]) -> Iterator[str]:
     yield from _about("runs", "Runs by state.")
     for state, count in sorted(Counter(row.state for row in rows).items()):
-        yield f'fsdp_jobs_runs{{state="{_quoted(state)}"}} {count}'
+        yield f'fsdp_jobs_runs{{state="{state}"}} {count}'
     live = [row for row in rows if not row.is_over]
     for key, (name, text) in _OF_A_RUN.items():
         yield from _about(name, text)

@@ -209,7 +209,7 @@ class Tier(Snapshots):
 
 
 def _slot(folder: Path, one: Found) -> Slot:
-    return Slot(folder / COPIES if one.is_copy else folder, one.term, one.rank, one.slot)
+    return Slot.of(folder / COPIES if one.is_copy else folder, one)
 
 
 def _pieces(target: Tensor, part: Tensor) -> Iterable[tuple[Tensor, Tensor]]:

@@ -111,7 +111,7 @@ class Slot:
         )
 
     @classmethod
-    def of(cls, folder: Path, snapshot: Snapshot) -> Slot:
+    def of(cls, folder: Path, snapshot: Snapshot | Found) -> Slot:
         return cls(folder, snapshot.term, snapshot.rank, snapshot.slot)
 
     def withdraw(self) -> None:
