@@ -21,7 +21,7 @@ from fsdp_jobs.launchers.app import with_environment
 from fsdp_jobs.launchers.slurm import client, node_test
 from fsdp_jobs.launchers.slurm.again import start_again
 from fsdp_jobs.launchers.slurm.companions import Companions, reachable
-from fsdp_jobs.launchers.slurm.steps import Commands, srun
+from fsdp_jobs.launchers.slurm.steps import LEAST_TRAINING_S, Commands, srun
 from fsdp_jobs.launchers.supervisor import Attempt, Process, is_superseded
 from fsdp_jobs.plan.topology import expand_hostlist
 from fsdp_jobs.run import events, log
@@ -213,9 +213,15 @@ class Batch(Attempt):
         deadline, tries, why = time.monotonic() + _NO_SLURM_S, _REQUEUES, ""
         while tries and time.monotonic() < deadline:
             try:
-                if client.running(self.job_id) is None:  # raises while the controller or munge is down
+                job = client.running(self.job_id)  # raises while the controller or munge is down
+                if job is None:
                     logger.info("not requeued: the job is no longer running")
                     return EXIT_REQUEUE
+                margin_s = self.commands.margin_s
+                if client.seconds(job.limit) < margin_s + LEAST_TRAINING_S:
+                    limits = f"its time limit is {job.limit}, and the last save is requested {margin_s} s before it"
+                    tries, why = 0, f"{limits}: resume it with a longer cluster.time, or a shorter elastic.stop_grace_s"
+                    continue
                 tries -= 1
                 if start_again(self.run, self.number, self.job_id, excluded):
                     return EXIT_DONE
@@ -225,9 +231,7 @@ class Batch(Attempt):
                 logger.warning("not started again: %s", why)
             time.sleep(_AGAIN_S)
         else:
-            judge(
-                self.run, Verdict("infrastructure", "stop", f"{verdict.reason}; SLURM does not start it again: {why}")
-            )
+            judge(self.run, Verdict("infrastructure", "stop", f"{verdict.reason}; not started again: {why}"))
             return EXIT_FAILED
         _exclude(self.job_id, excluded)
         self.stop_signal = None

@@ -161,6 +161,7 @@ class QueuedJob:
     nodes: str = ""  # hostlist
     batch_host: str = ""
     record: str = ""  # the controller's number of the job; for an array's last task the array's, which means all tasks
+    limit: str = ""  # of its time
     name: str = ""
     comment: str = ""
 
@@ -196,9 +197,9 @@ def queue(fresh: bool = False, timeout_s: float = _TIMEOUT_S) -> dict[str, Queue
     Raises:
         SlurmError: there is no squeue, or no controller.
     """
-    argv = ("squeue", "--me", "--states=all", "--array", "--noheader", "--format=%i|%T|%r|%S|%N|%B|%A|%j|%k")
+    argv = ("squeue", "--me", "--states=all", "--array", "--noheader", "--format=%i|%T|%r|%S|%N|%B|%A|%l|%j|%k")
     text = recent(*argv, max_age_s=0.0 if fresh else _QUEUE_AGE_S, timeout_s=timeout_s)
-    jobs = [QueuedJob(*fields) for line in text.splitlines() if len(fields := line.split("|", 8)) >= 7]
+    jobs = [QueuedJob(*fields) for line in text.splitlines() if len(fields := line.split("|", 9)) >= 7]
     return {job.id: job for job in jobs}
 
 

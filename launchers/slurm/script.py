@@ -90,7 +90,7 @@ def asked(cluster: SlurmClusterConfig, key: str) -> tuple[str | None, str]:
     return value, f"cluster.{key}={value}"
 
 
-def commands(job: Job, site: Site) -> Commands:
+def commands(job: Job, site: Site, margin_s: int) -> Commands:
     """Render the commands of the batch step."""
     cluster = cluster_of(job.config)
     trainer = job.role("trainer")
@@ -107,6 +107,7 @@ def commands(job: Job, site: Site) -> Commands:
         regrow=cluster.regrow,
         exclude=_hosts(cluster, "exclude"),  # not expanded: it may be long, and goes on a command line
         submit=[o for o in options if o.partition("=")[0].removeprefix("--") not in client.OF_A_JOB],
+        margin_s=margin_s,
         required=[host for hosts in _hosts(cluster, "nodelist") for host in expand_hostlist(hosts)],
     )
 

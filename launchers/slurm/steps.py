@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from fsdp_jobs.run.directory import RunDir, as_written, write_atomic
 from fsdp_jobs.run.record import Record
 
+LEAST_TRAINING_S = 30  # between the start of a job and its last save
+
 
 @dataclass
 class Commands(Record):
@@ -23,6 +25,7 @@ class Commands(Record):
     submit: list[str]  # options of sbatch for a companion
     continued: dict[str, str] = field(default_factory=dict)  # id of a job -> id of the job that continues it
     required: list[str] = field(default_factory=list)  # hosts of the user's nodelist
+    margin_s: int = 0  # between the last save and the time limit
     place: str = ""  # in a sweep: <number of the script in its submission>_<task>; no task if it is a plain job
 
     @property

@@ -21,6 +21,7 @@ from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.base import Finding, Job
 from fsdp_jobs.launchers.slurm import client, site
 from fsdp_jobs.launchers.slurm.script import asked, cluster_of, long_form
+from fsdp_jobs.launchers.slurm.steps import LEAST_TRAINING_S
 from fsdp_jobs.plan.memory import size
 from fsdp_jobs.run.directory import as_written, user_name
 
@@ -37,7 +38,6 @@ _NOT_EXTRA = {  # options of sbatch -> what to use instead
     **dict.fromkeys(("--parsable", "--quiet", "-Q"), "the job's id is read from what sbatch says"),
     "--test-only": "dry_run=true",
 }
-_LEAST_TRAINING_S = 30  # between the start of a job and its last save
 _WAIT_S = 30  # for a free node
 _CLOCK_SKEW_S = 2.0
 _ON_NODE = """
@@ -97,7 +97,7 @@ def check_with_slurm(job: Job, script: str, margin_s: int, count: int) -> list[P
     partitions = client.partitions_of(asked(cluster, "partition")[0])  # SLURM chooses one of several
     time, where = asked(cluster, "time")
     longest = max((time or p.default_time or p.time for p in partitions), key=client.seconds)
-    if client.seconds(longest) < margin_s + _LEAST_TRAINING_S and (time or not client.site_chooses()):
+    if client.seconds(longest) < margin_s + LEAST_TRAINING_S and (time or not client.site_chooses()):
         whose = "" if time else f" ({partitions[0].name}'s default is {longest})"
         what = f"the last save is requested {margin_s} s before the limit{whose}: no time is left to train in"
         return [Problem(where, what, "a longer limit, or a shorter elastic.stop_grace_s")]

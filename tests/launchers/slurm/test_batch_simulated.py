@@ -94,7 +94,7 @@ def test_a_requeue_waits_for_a_controller_or_munge_that_is_away_and_not_for_one_
     assert done.returncode == (75 if away else 1), done.stderr
     assert ("requeued; excluded nodes: none" in done.stderr) is bool(away), done.stderr
     if not away:
-        why = "saved; SLURM does not start it again: no requeue: scontrol ended with 1; no new job: no jobs today"
+        why = "saved; not started again: no requeue: scontrol ended with 1; no new job: no jobs today"
         assert job.events("attempt_ended")[-1]["reason"] == why, job.events("attempt_ended")
     assert calls.read_text().count("scontrol requeue 7") == (1 if away else 3), calls.read_text()
     assert (munge in done.stderr) is bool(away)
@@ -102,19 +102,28 @@ def test_a_requeue_waits_for_a_controller_or_munge_that_is_away_and_not_for_one_
     assert calls.read_text().startswith(begun), "the hundred jobs of one node of a sweep do not ask SLURM as they train"
 
 
-def test_a_signal_that_came_before_the_batch_step_requeues_the_job(tmp_path: Path) -> None:
+@pytest.mark.parametrize("limit", ["1:30", "1:29"])
+def test_a_signal_that_came_before_the_batch_step_requeues_the_job_unless_its_limit_is_too_short(
+    tmp_path: Path, limit: str
+) -> None:
+    """A site, or scontrol, may shorten it: SLURM would signal each attempt at its start, for ever."""
     for command, script in {
         "srun": "exec sleep 60",
-        "squeue": "echo '7|RUNNING|None|N/A|node1|node1|7'",
+        "squeue": f"echo '7|RUNNING|None|N/A|node1|node1|7|{limit}'",
         "scontrol": "[ $1 = requeue ] && (sleep 2; kill -TERM $PPID) >/dev/null 2>&1 &",
     }.items():
         (tmp_path / command).write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / command).chmod(0o755)
     job = Watched(RunDir(tmp_path / "runs" / "a"))
-    Commands([], [], ["test"], {}, max_nodes=1, regrow=False, exclude=[], submit=[]).write(job.run)
+    Commands([], [], ["test"], {}, max_nodes=1, regrow=False, exclude=[], submit=[], margin_s=60).write(job.run)
     done = batch(tmp_path, job.run, {"SLURM_JOB_NODELIST": "node1", "SLURM_JOB_CPUS_PER_NODE": "2"}, "SIGUSR1")
-    assert done.returncode == 75 and "requeued; excluded nodes: none" in done.stderr, done.stderr
-    assert job.events("attempt_ended")[-1]["reason"] == "SIGUSR1 during the node test"
+    requeues, ended = limit == "1:30", job.events("attempt_ended")
+    assert done.returncode == (75 if requeues else 1), done.stderr
+    assert ("requeued; excluded nodes: none" in done.stderr) is requeues, done.stderr
+    assert ended[0]["reason"] == "SIGUSR1 during the node test"
+    if not requeues:
+        why = "not started again: its time limit is 1:29, and the last save is requested 60 s before it: resume it with"
+        assert ended[1]["decision"] == "stop" and why in ended[1]["reason"], ended
 
 
 def test_of_two_guards_one_submits_the_job_that_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,7 +149,7 @@ def test_a_submission_that_was_taken_and_not_answered_is_not_repeated(
 ) -> None:
     """A busy controller may take a job and let the command time out."""
     run = RunDir(tmp_path / "runs" / "a")
-    line = "{}|{}|None|N/A|node2|node1|{}|{}|fsdp_jobs:tag"
+    line = "{}|{}|None|N/A|node2|node1|{}|1:00:00|{}|fsdp_jobs:tag"
     waiting = {"again": line.format(8, "PENDING", 8, "a"), "node": line.format(9, "PENDING", 9, "a-node-1")}
     for command, script in {
         "scontrol": "[ $1 = write ] || { echo 'Requested operation is presently disabled' >&2; exit 1; }",

@@ -207,7 +207,7 @@ def test_a_refusal_is_put_at_the_key_it_is_about(site: Site, said: str, where: s
 
 def test_what_commands_say_is_read_in_any_encoding_and_a_command_that_is_closed_to_users_is_named(site: Site) -> None:
     r"""A job of the same user may be called `gr\xf6\xdfe`."""
-    site.say("squeue", r"printf '1|RUNNING|None|N/A|n1|n1|1|gr\366\337e|\n2|RUNNING|None|N/A|n1|n1|2|a|\n'")
+    site.say("squeue", r"printf '1|RUNNING|None|N/A|n1|n1|1|1:00|gr\366\337e|\n2|RUNNING|None|N/A|n1|n1|2|1:00|a|\n'")
     assert list(client.queue(fresh=True)) == ["1", "2"]
     (site.folder / "sacctmgr").chmod(0o644)
     with pytest.raises(client.SlurmError, match="sacctmgr may not be used here: Permission denied"):

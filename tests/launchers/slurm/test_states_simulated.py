@@ -176,7 +176,7 @@ def test_a_partition_is_the_sum_of_its_kinds_of_nodes_with_the_sizes_of_the_larg
 def test_a_job_is_found_by_the_submission_in_its_comment_and_is_nobody_elses(slurm: Path) -> None:
     """Alone, as a task of an array, and as a job of a sweep where there are no arrays."""
     comments = {"4": "new", "5_0": "new.0", "5_1": "new.0", "6": "new.1", "7": "old", "8_1": "old.0"}
-    lines = [f"{id}|RUNNING|None|N/A|node1|node1|{id}|a|by me fsdp_jobs:{tag}" for id, tag in comments.items()]
+    lines = [f"{id}|RUNNING|None|N/A|node1|node1|{id}|1:00|a|by me fsdp_jobs:{tag}" for id, tag in comments.items()]
     say(slurm, "squeue", queue(*lines))
     known_run(slurm, "4", None)
     run = RunDir(slurm / "runs" / "a")
@@ -230,7 +230,7 @@ def test_a_refused_sweep_is_undone_with_one_look_for_all_its_jobs(slurm: Path) -
             for task, run in enumerate(runs):
                 Commands([], [], [], {}, 1, False, [], [], place=f"0_{task}").write(run)
             tag = f"fsdp_jobs:{runs[0].submission}.0"
-            taken = queue(*(f"5_{i}|PENDING|None|N/A|||5|a|{tag}" for i in range(2)))
+            taken = queue(*(f"5_{i}|PENDING|None|N/A|||5|1:00|a|{tag}" for i in range(2)))
             say(slurm, "squeue", f"[ -e {slurm}/cancelled ] || {taken}")
             (slurm / "calls").unlink()
             raise JobFailed("no more jobs today")
@@ -296,7 +296,7 @@ def test_a_suspended_job_is_shown_as_such(slurm: Path) -> None:
     SlurmLauncher().remember("7", run)
     for word, reason in (("RUNNING", ""), ("SUSPENDED", "SLURM job 7 is SUSPENDED on node1")):
         client.forget()
-        say(slurm, "squeue", queue(f"7|{word}|None|N/A|node1|node1|7|a|"))
+        say(slurm, "squeue", queue(f"7|{word}|None|N/A|node1|node1|7|1:00|a|"))
         assert Overview().look([run])[run].reason == reason
 
 
