@@ -8,7 +8,7 @@ import re
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.run.directory import RunDir
@@ -263,6 +263,7 @@ class Partition:
     memory_mb: int = 0
     features: str = ""
     most_nodes: str = "infinite"  # of a job
+    hosts: list[str] = field(default_factory=list)  # hostlists
 
 
 def partitions() -> list[Partition]:
@@ -272,10 +273,11 @@ def partitions() -> list[Partition]:
         SlurmError: there is no SLURM here.
     """
     by_name: dict[str, Partition] = {}
-    columns = "--format=%P|%D|%c|%G|%m|%l|%f|%L|%s"
-    for line in call("sinfo", "--all", "--noconvert", "--noheader", columns).splitlines():
-        # each line describes nodes of one kind
-        name, nodes, cpus, gres, memory_mb, limit, features, default, size = line.split("|")
+    columns = "--format=%P|%D|%c|%G|%m|%l|%f|%L|%s|%N"
+    for line in recent("sinfo", "--all", "--noconvert", "--noheader", columns).splitlines():
+        if len(fields := line.split("|")) != 10:  # of a site's wrapper; each other one describes nodes of one kind
+            continue
+        name, nodes, cpus, gres, memory_mb, limit, features, default, size, hosts = fields
         known = Partition(name.rstrip("*"), name.endswith("*"), limit, default.replace("n/a", ""))
         partition = by_name.setdefault(name, known)
         partition.nodes += int(nodes)
@@ -283,6 +285,7 @@ def partitions() -> list[Partition]:
         partition.memory_mb = max(partition.memory_mb, int(memory_mb.rstrip("+")))
         partition.gres = max(partition.gres, gres, key=gpus_in)
         partition.features, partition.most_nodes = features, size.rpartition("-")[2]
+        partition.hosts.append(hosts)
     return list(by_name.values())
 
 

@@ -37,8 +37,7 @@ def ask() -> Site:
         with suppress(client.SlurmError):  # the site may not show it to users
             lines = client.recent("scontrol", "show", "topology").splitlines()
             site.switches = [line for line in lines if line.startswith(_LEVELS)]
-            lines = client.recent("sinfo", "--all", "--noheader", "--format=%P %N").splitlines()
-            site.partitions = {name: nodes.strip() for name, _, nodes in (line.partition(" ") for line in lines)}
+            site.partitions = {p.name + "*" * p.default: ",".join(p.hosts) for p in client.partitions()}
     return site
 
 

@@ -26,9 +26,9 @@ CONFIG = {
     "AccountingStorageType": "accounting_storage/slurmdbd",
     "PreemptType": "preempt/none",
 }
-# As sinfo prints %P|%D|%c|%G|%m|%l|%f|%L|%s.
-SHORT = "short*|4|96|gpu:a100:4(S:0-1)|1000000|1:00:00|a100|1:00|1-2"
-LONG = "long|8|96|gpu:a100:4(S:0-1)|1000000|7-00:00:00|a100|n/a|1-infinite"
+# As sinfo prints %P|%D|%c|%G|%m|%l|%f|%L|%s|%N.
+SHORT = "short*|4|96|gpu:a100:4(S:0-1)|1000000|1:00:00|a100|1:00|1-2|n[1-4]"
+LONG = "long|8|96|gpu:a100:4(S:0-1)|1000000|7-00:00:00|a100|n/a|1-infinite|n[1-8]"
 NO_NODES = "echo 'allocation failure: Requested node configuration is not available' >&2; exit 1"
 
 
@@ -179,11 +179,12 @@ def test_a_job_that_only_has_to_wait_is_no_bad_job(site: Site) -> None:
 def test_partitions_of_large_and_mixed_nodes_are_read(site: Site) -> None:
     """Nodes of 1536 CPUs, which sinfo calls 1.50K unless told, and GPUs of several types in one node."""
     flags = "case \"$*\" in *--all*--noconvert*) echo '{}';; *) echo '{}';; esac"
-    plain = "huge*|1|1536|gpu:2g.10gb:2(S:0),gpu:3g.20gb:2(S:1)|1|infinite|x|n/a|1-1024"
+    plain = "huge*|1|1536|gpu:2g.10gb:2(S:0),gpu:3g.20gb:2(S:1)|1|infinite|x|n/a|1-1024|n1"
     site.say("sinfo", flags.format(plain, plain.replace("1536", "1.50K").replace("1024", "1K")))
     (huge,) = client.partitions()
     assert (huge.cpus, huge.most_nodes, client.gpus_in(huge.gres)) == (1536, "1024", 4)
-    site.sinfo("p|2|8|gpu:h100:8(S:0-1),nvme:1|1|1:00|x|n/a|1-2", "p|2|8|gpu:t4:1|1|1:00|x|n/a|1-2")
+    client.forget()
+    site.sinfo("p|2|8|gpu:h100:8(S:0-1),nvme:1|1|1:00|x|n/a|1-2|n[1-4]", "p|2|8|gpu:t4:1|1|1:00|x|n/a|1-2|n[1-4]")
     assert client.gpus_in(client.partitions()[0].gres) == 8, "those of its largest nodes"
 
 
@@ -240,7 +241,7 @@ def test_doctor_asks_for_a_node_as_the_job_will(site: Site, tmp_path: Path, monk
 
 def test_a_notebook_plans_with_the_switches_that_slurm_names_now(site: Site) -> None:
     site.config({**CONFIG, "TopologyPlugin": "topology/tree"})
-    site.say("sinfo", "echo 'long* n[1-2]'")
+    site.say("sinfo", "echo 'long*|2|8|gpu:8|1|1:00|x|n/a|1-2|n[1-2]'")
     for switch in ("before", "now"):
         shown = f"SwitchName={switch} Level=0 Nodes=n[1-2]"
         site.say("scontrol", f"[ $2 = config ] && cat {site.folder}/config || echo '{shown}'")

@@ -160,9 +160,10 @@ def test_a_job_that_nobody_knows_is_none(slurm: Path) -> None:
 
 def test_a_partition_is_the_sum_of_its_kinds_of_nodes_with_the_sizes_of_the_largest(slurm: Path) -> None:
     lines = [
-        "gpu*|2|96|gpu:8|1000+|1-00:00:00|h100|1:00:00|1-infinite",
-        "gpu*|3|128+|(null)|500|1-00:00:00|h100|1:00:00|1-infinite",
-        "cpu|1|4|(null)|8|1:00|x|n/a|1-2",
+        "Welcome to our cluster | maintenance on Monday",
+        "gpu*|2|96|gpu:8|1000+|1-00:00:00|h100|1:00:00|1-infinite|n1",
+        "gpu*|3|128+|(null)|500|1-00:00:00|h100|1:00:00|1-infinite|n1",
+        "cpu|1|4|(null)|8|1:00|x|n/a|1-2|n9",
     ]
     say(slurm, "sinfo", queue(*lines))
     gpu, cpu = client.partitions()
@@ -266,7 +267,7 @@ def test_topology_of_newer_sites_and_greetings_of_wrappers_are_read(slurm: Path)
     shown = ("BlockName=b1 BlockIndex=0 Nodes=n[1-2] BlockSize=2", "AggregatedBlock=a1 BlockIndex=1 Nodes=n[1-2]")
     config = "ClusterName = lab\nSelectType = select/cons_tres"
     say(slurm, "scontrol", f'[ $2 = topology ] && echo "{shown[0]}\n{shown[1]}" || echo "{config}"')
-    say(slurm, "sinfo", "echo 'main* n[1-2]'")
+    say(slurm, "sinfo", "echo 'main*|2|8|gpu:8|1|1:00|x|n/a|1-2|n[1-2]'")
     assert site.ask().switches == [shown[0]]
     say(slurm, "sbatch", "echo 'Welcome to the cluster'; echo; echo '77;lab'; echo 'Estimated cost: 3 units'")
     assert client.sbatch("#!/bin/sh", env=dict(os.environ)) == "77"
