@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
@@ -46,6 +47,9 @@ _STATES = {
 }
 
 
+logger = logging.getLogger(__name__)
+
+
 class SlurmError(JobFailed):
     """A SLURM command failed or is not installed; the message is the command's own."""
 
@@ -73,15 +77,27 @@ def own_environment(env: Mapping[str, str], script: str) -> dict[str, str]:
 
 
 def sbatch(script: str, *options: str, env: Mapping[str, str]) -> str:
-    """Submit a script, and return the id of the job; a site may print more lines around it.
+    """Submit a script, and return the id of the job.
 
     Raises:
         SlurmError: as `call`, and if there is no id in what is printed.
     """
-    said = call("sbatch", "--parsable", *options, stdin=script, env=own_environment(env, script))
-    if not (found := re.findall(r"^(\d+)(?:;\S+)?\s*$", said, re.MULTILINE)):
+    return id_in(call("sbatch", "--parsable", *options, stdin=script, env=own_environment(env, script)))
+
+
+def id_in(said: str) -> str:
+    """Return the id of a job in what `sbatch --parsable` printed; log what the site's plugins and wrappers say with it.
+
+    Raises:
+        SlurmError: there is no id.
+    """
+    before, *found = re.split(r"^(\d+)(?:;\S+)?\s*$", said, flags=re.MULTILINE)
+    if not found:
         raise SlurmError(f"sbatch printed no job id, only {said.strip()!r}: squeue --me shows whether there is a job")
-    return str(found[-1])
+    *more, job_id, after = found
+    if notes := "".join([before, *more, after]).strip():
+        logger.warning("SLURM says: %s", notes)
+    return job_id
 
 
 def call(

@@ -23,7 +23,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cluster whose arrays have at most 3 tasks; sbatch counts jobs from 100 and keeps the scripts."""
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(client, "settings", lambda: {"MaxArraySize": "3"})
-    say(tmp_path, "sbatch", 'n=$(ls | grep -c ^script); cp "$1" script-$n; echo Submitted batch job $((100 + n))')
+    say(tmp_path, "sbatch", 'n=$(ls | grep -c ^script); cp "$2" script-$n; echo $((100 + n))')
     say(tmp_path, "scancel", "echo $* > cancelled")
     say(tmp_path, "srun", "exit 1")  # submitit only looks whether it is there
     monkeypatch.chdir(tmp_path)
@@ -83,10 +83,18 @@ def test_where_there_are_more_arrays_than_may_run_some_wait_for_others(slurm: Pa
 
 def test_all_are_submitted_or_none(slurm: Path) -> None:
     (slurm / "script-0").touch()
-    say(slurm, "sbatch", "test $(ls | grep -c ^script) = 3 && exit 1; touch script-$$; echo Submitted batch job 7")
-    with pytest.raises(JobFailed, match="sbatch"):
+    say(slurm, "sbatch", "test $(ls | grep -c ^script) = 3 && echo none left >&2 && exit 1; touch script-$$; echo 7")
+    with pytest.raises(JobFailed, match="sbatch: none left"):
         submitted(slurm, [SMALL] * 7, 0)
     assert (slurm / "cancelled").read_text() == "--quiet 7 7\n"
+
+
+def test_what_a_site_says_to_a_job_that_it_takes_is_passed_on_and_no_number_in_it_is_the_jobs(
+    slurm: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    say(slurm, "sbatch", "echo 'Hello, job 12 has ended'; echo 'sbatch: moved to partition long' >&2; echo '7;lab'")
+    assert submitted(slurm, [SMALL], 0) == ["7"]
+    assert "SLURM says: Hello, job 12 has ended\nsbatch: moved to partition long" in caplog.text
 
 
 def test_a_host_without_srun_is_told_in_words(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
