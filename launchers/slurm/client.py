@@ -39,9 +39,11 @@ _ACCOUNTING_AGE_S = 10.0  # for which an answer of sacct is reused, for jobs tha
 
 # SLURM's states. A job in any other state has nodes.
 _STATES = {
-    **dict.fromkeys(("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"), State.QUEUED),
+    **dict.fromkeys(("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT"), State.QUEUED),
+    "RESV_DEL_HOLD": State.QUEUED,
     "COMPLETED": State.DONE,
-    **dict.fromkeys(("CANCELLED", "REVOKED"), State.STOPPED),
+    "CANCELLED": State.STOPPED,
+    "REVOKED": State.SILENT,  # another cluster of the federation has the job
     **dict.fromkeys(("FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"), State.FAILED),
     **dict.fromkeys(("OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"), State.FAILED),
 }

@@ -38,7 +38,7 @@ _REASONS = {  # prefixes of squeue's REASON -> explanation
     "JobHeldUser": "held; SLURM starts it after: scontrol release {id}",
     "JobHeldAdmin": "held by an administrator, who has to release it",
     "JobHoldMaxRequeue": "SLURM has requeued it too often; it starts it after: scontrol release {id}",
-    "BadConstraints": "no node has what it asks for: it will not start",
+    "BadConstraints": "too few nodes fit: it will not start; this allows all: scontrol update JobId={id} ExcNodeList=",
     "DependencyNeverSatisfied": "the job it depends on has failed: it will not start",
     "ReservationDeleted": "its reservation is gone: it will not start",
     "PartitionDown": "an administrator has stopped the partition",
@@ -268,7 +268,7 @@ def _end(run: RunDir, job: client.QueuedJob | None, state: State, message: str) 
             message = f"SLURM job {job.id} {job.slurm_state} before its first line{why}"
         return state, message
     verdict = Verdict.read(run, run.last_attempt())
-    if verdict is None or state is State.STOPPED:
+    if verdict is None or state in (State.STOPPED, State.SILENT):
         return state, message
     if verdict.decision == "requeue" and job is not None:
         return State.FAILED, f"{message}, and was not requeued; {verdict.reason}"

@@ -26,7 +26,7 @@ from fsdp_jobs.run.state import State
 from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.submit import submit as submission
 from fsdp_jobs.submit.overview import Overview
-from fsdp_jobs.submit.submitted import describe
+from fsdp_jobs.submit.submitted import describe, has_ended
 from tests.recorded import recorded_run
 
 NO_ACCOUNTING = "echo 'Slurm accounting storage is disabled' >&2; exit 1"
@@ -77,16 +77,34 @@ def test_one_squeue_serves_all_jobs_and_no_state_is_a_surprise(slurm: Path) -> N
         "4": ("A_STATE_OF_2031", State.RUNNING),
         "5_7": ("RUNNING", State.RUNNING),
         "6": ("NODE_FAIL", State.FAILED),
+        "7": ("REQUEUE_FED", State.QUEUED),
     }
     say(slurm, "squeue", queue(*(f"{i}|{word}|Priority|N/A|node1|node1|{i}" for i, (word, _) in answers.items())))
     assert {i: state(i) for i in answers} == {i: expected for i, (_, expected) in answers.items()}
     assert (slurm / "calls").read_text() == "squeue\n"
 
 
+def test_a_job_that_another_cluster_of_a_federation_has_is_no_stopped_one(slurm: Path) -> None:
+    """Its run may not be resumed beside it; once it has a verdict to stop, that is its end."""
+    say(slurm, "squeue", queue("7|REVOKED|None|N/A|||7"))
+    known_run(slurm, "7", Verdict("preempted", "requeue", "saved"))
+    run = RunDir(slurm / "runs" / "a")
+    (described,) = describe(["slurm_fsdp://lab/7"]).values()
+    assert described.message == "SLURM job 7 is REVOKED" and not has_ended(run, described)
+    Verdict("done", "stop", "all 5 steps are done").write(run, 0)
+    (described,) = describe(["slurm_fsdp://lab/7"]).values()
+    assert has_ended(run, described)
+
+
 def test_a_held_job_comes_with_its_cure(slurm: Path) -> None:
     say(slurm, "squeue", queue("12|REQUEUE_HOLD|launch failed requeued held|N/A||n/a|12"))
     (described,) = SlurmLauncher().describe(["12"])
     cure = "(launch failed requeued held: a node could not start it; SLURM starts it again after: scontrol release 12)"
+    assert described is not None and cure in described.message
+    client.forget()
+    say(slurm, "squeue", queue("12|PENDING|BadConstraints|N/A||n/a|12"))  # all nodes are needed, and one is excluded
+    (described,) = SlurmLauncher().describe(["12"])
+    cure = "it will not start; this allows all: scontrol update JobId=12 ExcNodeList=)"
     assert described is not None and cure in described.message
 
 
