@@ -21,6 +21,7 @@ _TORCHX_STATES = {
     State.STOPPED: AppState.CANCELLED,
     State.FAILED: AppState.FAILED,
     State.UNKNOWN: AppState.UNKNOWN,
+    State.SILENT: AppState.UNKNOWN,
 }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -206,7 +206,7 @@ def submit(
                 job.before = now
         app_ids: dict[RunDir, str] = {}
         files = at_once(_files_of, jobs, overrides)
-        before = at_once(_texts_in, files)
+        before = at_once(lambda paths: {p: p.read_text() if p.exists() else None for p in paths}, files)
         try:
             at_once(_write, jobs, files)
             for group in grouped(jobs, lambda job: job.launcher.name).values():
@@ -246,11 +246,6 @@ def _write(job: Prepared, files: Mapping[Path, str | None]) -> None:
         with suppress(OSError):  # only the nodes may be able to write there: then rank 0 does it
             claim(checkpoints_of(job.config.checkpoint, run) / run.identity.name, identity)
     _write_all(run, files)
-
-
-def _texts_in(paths: Iterable[Path]) -> dict[Path, str | None]:
-    """Return path -> text of files, None if there is no such file."""
-    return {path: path.read_text() if path.exists() else None for path in paths}
 
 
 def _files_of(job: Prepared, overrides: Sequence[str]) -> dict[Path, str | None]:

@@ -62,7 +62,7 @@ class Batch(Attempt):
     def __init__(self, run: RunDir, commands: Commands, stop_signal: str | None = None):
         super().__init__(run, run.last_attempt() + 1)
         self.commands = commands
-        self.job_id = client.own_id(commands.is_task)
+        self.job_id = commands.job_id
         self.hosts = self.allocated = expand_hostlist(os.environ["SLURM_JOB_NODELIST"])
         self.coordinator = f"{socket.gethostname()}:{free_port()}"
         names = {ATTEMPT_ENV: str(self.number), COORDINATOR_ENV: self.coordinator}

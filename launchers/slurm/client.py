@@ -154,20 +154,6 @@ def forget() -> None:
     _answers.clear()
 
 
-def own_id(is_task: bool) -> str:
-    """Return the id of the job that this process belongs to, as squeue shows it.
-
-    In the last task of an array to start, SLURM_JOB_ID is the number of the array, which stands for all its tasks.
-
-    Args:
-        is_task: the job was submitted as a task of an array. A job that was submitted from inside a task of another
-            array may have that array's variables.
-    """
-    if is_task:
-        return f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
-    return os.environ["SLURM_JOB_ID"]
-
-
 @dataclass(frozen=True)
 class QueuedJob:
     """A job as squeue or sacct describes it."""
@@ -258,12 +244,11 @@ def _accounted(job_ids: Sequence[str]) -> dict[str, QueuedJob | None]:
     except SlurmError:
         return {}
     found: dict[str, QueuedJob | None] = {}
-    me = str(os.getuid())
     for line in text.splitlines():  # a requeued job has several; the last is the newest
         job_id, state, start, nodes, uid, name, comment, *_ = [*line.split("|", 6), *[""] * 6]
         state = state.partition(" ")[0]  # "CANCELLED by 1000"
         job = QueuedJob(job_id, state, start=start, nodes=nodes, name=name, comment=comment)
-        found[job_id] = None if job.state.is_active and uid == me else job
+        found[job_id] = None if job.state.is_active and uid == str(os.getuid()) else job
     return found
 
 

@@ -184,5 +184,5 @@ if __name__ == "__main__":
     role, directory, *more = sys.argv[1:]
     if role == "node":
         sys.exit(fill_in(RunDir(directory), int(more[0]), more[1]))
-    job_id = client.own_id(Commands.read(RunDir(directory)).is_task)
-    guard(RunDir(directory), int(os.environ[ATTEMPT_ENV]), job_id, os.environ[COORDINATOR_ENV])
+    run = RunDir(directory)
+    guard(run, int(os.environ[ATTEMPT_ENV]), Commands.read(run).job_id, os.environ[COORDINATOR_ENV])

@@ -166,7 +166,7 @@ class SlurmLauncher(Launcher):
     def cancel(self, app_ids: Sequence[str]) -> None:
         queue = client.queue(fresh=True)
         runs = {_newest(run, id): run for id in app_ids for run in [self.run_of(id)]}
-        jobs = [queue[id] for id, run in runs.items() if id in queue and (run is None or queue[id].is_of(run))]
+        jobs = [job for id, run in runs.items() if (job := queue.get(id)) and (run is None or job.is_of(run))]
         jobs = [job for job in jobs if job.state.is_active]
         running = [job for job in jobs if job.is_started]
         if running:  # first, or the batch step would make the ranks save

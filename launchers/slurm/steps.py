@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -29,9 +30,15 @@ class Commands(Record):
     place: str = ""  # in a sweep: <number of the script in its submission>_<task>; no task if it is a plain job
 
     @property
-    def is_task(self) -> bool:
-        """Whether the job was submitted as a task of an array."""
-        return bool(self.place.partition("_")[2])
+    def job_id(self) -> str:
+        """The id of the job that this process belongs to, as squeue shows it.
+
+        In the last task of an array to start, SLURM_JOB_ID is the number of the array, which stands for all its tasks.
+        A job that was submitted from inside a task of another array may have that array's variables.
+        """
+        if self.place.partition("_")[2]:
+            return f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
+        return os.environ["SLURM_JOB_ID"]
 
     def write(self, run: RunDir) -> None:
         write_atomic(run.submit / "steps.json", self.to_json(indent=2))
@@ -62,14 +69,17 @@ def srun(hosts: Sequence[str], cpus: int | None = None) -> list[str]:
 
     In a job submitted with --export=NONE srun inherits that option, but steps need the whole environment.
     """
-    where = [f"--nodes={len(hosts)}", f"--ntasks={len(hosts)}", f"--nodelist={','.join(hosts)}"]
-    share = ["--overlap", "--cpu-bind=none", "--mpi=none", *([f"--cpus-per-task={cpus}"] if cpus else [])]
     return [
         "srun",
         "--export=ALL",
         f"--chdir={as_written('.')}",
-        *where,
-        *share,
+        f"--nodes={len(hosts)}",
+        f"--ntasks={len(hosts)}",
+        f"--nodelist={','.join(hosts)}",
+        "--overlap",
+        "--cpu-bind=none",
+        "--mpi=none",
+        *([f"--cpus-per-task={cpus}"] if cpus else []),
         "--no-kill",
         "--kill-on-bad-exit=0",
         "--wait=0",

@@ -28,23 +28,19 @@ def sbatch(folder: Path, script: str) -> str:
             return command
 
         def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-            return ["sh", "-c", 'exec sbatch --parsable "$0" 2>&1', str(submission_file_path)]
+            foreign = os.environ.keys() - client.own_environment(os.environ, script).keys()
+            unset = [f"--unset={name}" for name in foreign]
+            return ["env", *unset, "sh", "-c", 'exec sbatch --parsable "$0" 2>&1', str(submission_file_path)]
 
         @staticmethod
         def _get_job_id_from_submission_command(string: bytes | str) -> str:
             return client.id_in(str(string))
 
     folder.mkdir(parents=True, exist_ok=True)
-    before = dict(os.environ)
-    foreign = before.keys() - client.own_environment(before, script).keys()
-    for name in foreign:  # submitit passes this process's environment on
-        del os.environ[name]
     try:
         return str(Executor(folder)._submit_command(script).job_id)
     except (RuntimeError, OSError) as e:  # of submitit: refused, or there is no srun here
         raise JobFailed(f"sbatch: {getattr(e.__cause__, 'output', e)}") from e
-    finally:
-        os.environ.update({name: before[name] for name in foreign})
 
 
 Groups = list[list[int]]  # indices of jobs with equal scripts

@@ -90,6 +90,7 @@ def test_a_job_that_another_cluster_of_a_federation_has_is_no_stopped_one(slurm:
     known_run(slurm, "7", Verdict("preempted", "requeue", "saved"))
     run = RunDir(slurm / "runs" / "a")
     (described,) = describe(["slurm_fsdp://lab/7"]).values()
+    assert str(SlurmLauncher.scheduler("torchx").describe("7").state) == "UNKNOWN"
     assert described.message == "SLURM job 7 is REVOKED" and not has_ended(run, described)
     Verdict("done", "stop", "all 5 steps are done").write(run, 0)
     (described,) = describe(["slurm_fsdp://lab/7"]).values()
