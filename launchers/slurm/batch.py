@@ -219,8 +219,8 @@ class Batch(Attempt):
                     return EXIT_REQUEUE
                 margin_s = self.commands.margin_s
                 if client.seconds(job.limit) < margin_s + LEAST_TRAINING_S:
-                    limits = f"its time limit is {job.limit}, and the last save is requested {margin_s} s before it"
-                    tries, why = 0, f"{limits}: resume it with a longer cluster.time, or a shorter elastic.stop_grace_s"
+                    why = f"its time limit is {job.limit}, and the last save is requested {margin_s} s before it: "
+                    tries, why = 0, why + "resume it with a longer cluster.time, or a shorter elastic.stop_grace_s"
                     continue
                 tries -= 1
                 if start_again(self.run, self.number, self.job_id, excluded):

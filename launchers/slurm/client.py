@@ -102,9 +102,7 @@ def id_in(said: str) -> str:
     return job_id
 
 
-def call(
-    *argv: str, stdin: str | None = None, env: Mapping[str, str] | None = None, timeout_s: float = _TIMEOUT_S
-) -> str:
+def call(*argv: str, stdin: str = "", env: Mapping[str, str] | None = None, timeout_s: float = _TIMEOUT_S) -> str:
     """Run a command and return its output; without `env`, without filters, formats and the job of this process.
 
     Raises:
@@ -113,8 +111,8 @@ def call(
     try:
         if env is None:
             env = {k: v for k, v in os.environ.items() if not (k.startswith(_FILTERS) or _is_srun_s(k))}
-        text = "replace"  # names and comments of other jobs may be in any encoding
-        done = subprocess.run(argv, input=stdin or "", env=env, capture_output=True, errors=text, timeout=timeout_s)
+        # Names and comments of other jobs may be in any encoding.
+        done = subprocess.run(argv, input=stdin, env=env, capture_output=True, errors="replace", timeout=timeout_s)
     except FileNotFoundError as e:
         raise SlurmError(f"{argv[0]} is not on this machine's PATH: go to a login node of the cluster") from e
     except OSError as e:
@@ -203,8 +201,7 @@ def queue(fresh: bool = False, timeout_s: float = _TIMEOUT_S) -> dict[str, Queue
     """
     argv = ("squeue", "--me", "--states=all", "--array", "--noheader", "--format=%i|%T|%r|%S|%N|%B|%A|%l|%j|%k")
     text = recent(*argv, max_age_s=0.0 if fresh else _QUEUE_AGE_S, timeout_s=timeout_s)
-    jobs = [QueuedJob(*fields) for line in text.splitlines() if len(fields := line.split("|", 9)) >= 7]
-    return {job.id: job for job in jobs}
+    return {fields[0]: QueuedJob(*fields) for line in text.splitlines() if len(fields := line.split("|", 9)) >= 7}
 
 
 def running(job_id: str) -> QueuedJob | None:
@@ -281,8 +278,9 @@ def partitions() -> list[Partition]:
         if len(fields := line.split("|")) != 10:  # of a site's wrapper; each other one describes nodes of one kind
             continue
         name, nodes, cpus, gres, memory_mb, limit, features, default, size, hosts = fields
-        known = Partition(name.rstrip("*"), name.endswith("*"), limit, default.replace("n/a", ""))
-        partition = by_name.setdefault(name, known)
+        partition = by_name.setdefault(
+            name, Partition(name.rstrip("*"), name.endswith("*"), limit, default.replace("n/a", ""))
+        )
         partition.nodes += int(nodes)
         partition.cpus = max(partition.cpus, int(cpus.rstrip("+")))
         partition.memory_mb = max(partition.memory_mb, int(memory_mb.rstrip("+")))

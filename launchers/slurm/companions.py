@@ -12,6 +12,7 @@ step submits a companion: a job of one node whose agent joins the rendezvous of 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shlex
 import signal
@@ -29,7 +30,7 @@ from fsdp_jobs.launchers.slurm.steps import Commands, srun
 from fsdp_jobs.launchers.supervisor import Attempt
 from fsdp_jobs.plan.topology import expand_hostlist
 from fsdp_jobs.run import events, log
-from fsdp_jobs.run.beside import beside
+from fsdp_jobs.run.beside import beside, wait_until
 from fsdp_jobs.run.directory import RunDir, as_written
 from fsdp_jobs.run.env import ATTEMPT_ENV, COORDINATOR_ENV, HOST_ENV
 from fsdp_jobs.run.verdict import Verdict
@@ -124,15 +125,11 @@ def fill_in(run: RunDir, node: int, job_id: str) -> int:
         return 0
     argv = [*srun([host], int(os.environ["SLURM_CPUS_ON_NODE"])), *Commands.read(run).agent_of(node)]
     agent = attempt.start(f"node-{node}", argv, {**os.environ, HOST_ENV: host})
-    asked_at, question = time.monotonic(), None
+    gone = beside(lambda: wait_until(lambda: not _may_run(job_id), math.inf, _QUEUE_S))
     while not agent.has_ended and not is_over():
         time.sleep(_POLL_S)
-        if question is None and time.monotonic() - asked_at > _QUEUE_S:
-            asked_at, question = time.monotonic(), beside(lambda: _may_run(job_id))
-        if question is not None and question.done():
-            if not question.result():
-                return 0
-            question = None
+        if gone.done() and gone.result():
+            return 0
     attempt.finish(_LEAVE_S)
     return int(agent.popen.returncode)
 

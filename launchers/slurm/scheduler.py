@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from fsdp_jobs.config.errors import BadInput
+from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.base import Description, Job, Launcher, at_once, prepare_each, restarts_of
 from fsdp_jobs.launchers.slurm import client, site, submission, validate
@@ -109,8 +109,9 @@ class SlurmLauncher(Launcher):
         requests = prepare_each(jobs, validate.problems_here, translate)
         if not (checked := [request for request in requests if not request.job.away]):
             return requests
-        problems = validate.check_count(len(checked))
-        for group in submission.group_equal([request.script for request in checked]) if not problems else []:
+        validate.check_count(len(checked))
+        problems: list[Problem] = []
+        for group in submission.group_equal([request.script for request in checked]):
             first = checked[group[0]]
             problems += validate.check_with_slurm(first.job, first.text, first.script.margin_s, len(group))
         if problems:
@@ -166,8 +167,8 @@ class SlurmLauncher(Launcher):
     def cancel(self, app_ids: Sequence[str]) -> None:
         queue = client.queue(fresh=True)
         runs = {_newest(run, id): run for id in app_ids for run in [self.run_of(id)]}
-        jobs = [job for id, run in runs.items() if (job := queue.get(id)) and (run is None or job.is_of(run))]
-        jobs = [job for job in jobs if job.state.is_active]
+        known = ((queue[id], run) for id, run in runs.items() if id in queue)
+        jobs = [job for job, run in known if job.state.is_active and (run is None or job.is_of(run))]
         running = [job for job in jobs if job.is_started]
         if running:  # first, or the batch step would make the ranks save
             client.call("scancel", "--signal=KILL", "--batch", *(job.signal_id for job in running))

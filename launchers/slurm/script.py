@@ -8,7 +8,7 @@ import shlex
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -169,7 +169,7 @@ class Script:
         output = f"--output={run_dir.replace('%', '%%')}/submit/slurm-%j.out"
         return self._text(name, tag, after, [output], shlex.quote(run_dir))
 
-    def of_array(self, links: Path, name: str, tag: str, count: int, at_once: int, after: str, margin_s: int) -> str:
+    def of_array(self, links: Path, name: str, tag: str, count: int, at_once: int, after: str) -> str:
         """Render the script of an array of jobs.
 
         Args:
@@ -179,12 +179,11 @@ class Script:
             count: number of tasks.
             at_once: maximum number of tasks that run at the same time, 0 for no limit.
             after: id of a job that must end first, empty for none.
-            margin_s: the longest of the tasks' margins.
         """
         array = f"--array=0-{count - 1}{f'%{at_once}' if at_once else ''}"
         output = f"--output={str(links).replace('%', '%%')}/%a/submit/slurm-%A_%a.out"
         resolve = f'run=$(readlink {shlex.quote(str(links))}/"$SLURM_ARRAY_TASK_ID")'
-        return replace(self, margin_s=margin_s)._text(name, tag, after, [array, output], '"$run"', resolve)
+        return self._text(name, tag, after, [array, output], '"$run"', resolve)
 
     def _text(self, name: str, tag: str, after: str, own: Sequence[str], run_dir: str, *first: str) -> str:
         waits = [o.partition("=")[2] for o in self.extra if o.startswith("--dependency=")]
@@ -204,13 +203,18 @@ class Script:
             f"{' '.join(comments[-1:]) or '--comment='} fsdp_jobs:{tag}".replace("--comment= ", "--comment="),
         ]
         # The last save may be requested during `setup`: it would end this shell, and with it the job.
-        early = ["set -e", "early=", "trap early=SIGUSR1 USR1"]
-        lines = ["#!/bin/bash", *(f"#SBATCH {_quote_option(o)}" for o in options), *early, *self.setup, *first]
-        lines += [f"export {SUBMISSION_ENV}={tag.partition('.')[0]}"]
-        if self.brings_code:
-            lines += [f"export PYTHONSAFEPATH=1 PYTHONPATH={run_dir}/code${{PYTHONPATH:+:$PYTHONPATH}}"]
-        lines += ["trap '' USR1"]  # until the batch step handles it: Python takes seconds to start
-        return "\n".join([*lines, f"exec {shlex.quote(self.python)} -m {_BATCH} {run_dir} $early", ""])
+        lines = [
+            "#!/bin/bash",
+            *(f"#SBATCH {_quote_option(o)}" for o in options),
+            *("set -e", "early=", "trap early=SIGUSR1 USR1"),
+            *self.setup,
+            *first,
+            f"export {SUBMISSION_ENV}={tag.partition('.')[0]}",
+            *([f"export PYTHONSAFEPATH=1 PYTHONPATH={run_dir}/code${{PYTHONPATH:+:$PYTHONPATH}}"] * self.brings_code),
+            "trap '' USR1",  # until the batch step handles it: Python takes seconds to start
+            f"exec {shlex.quote(self.python)} -m {_BATCH} {run_dir} $early",
+        ]
+        return "\n".join(lines) + "\n"
 
 
 def script(job: Job, site: Site, topology: Topology | None, margin_s: int) -> Script:

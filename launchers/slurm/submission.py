@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from fsdp_jobs.config.errors import JobFailed
@@ -87,7 +88,8 @@ def submit_arrays(
     try:
         for number, group in enumerate(groups):
             after = arrays[number - lanes] if number >= lanes else ""
-            first, tag = scripts[group[0]], f"{folder.name}.{number}"
+            first = replace(scripts[group[0]], margin_s=max(scripts[job].margin_s for job in group))
+            tag = f"{folder.name}.{number}"
             if len(group) == 1:
                 text = first.of_run(str(as_written(runs[group[0]].path)), name, tag, after)
             else:
@@ -96,8 +98,7 @@ def submit_arrays(
                 for task, job in enumerate(group):
                     (links / str(task)).symlink_to(as_written(runs[job].path))
                 at_once = share + (number % lanes < rest)
-                margin_s = max(scripts[job].margin_s for job in group)
-                text = first.of_array(links, name, tag, len(group), at_once, after, margin_s)
+                text = first.of_array(links, name, tag, len(group), at_once, after)
             arrays.append(sbatch(folder, text))
             for task, job in enumerate(group):
                 ids[job] = f"{arrays[-1]}_{task}" if len(group) > 1 else arrays[-1]

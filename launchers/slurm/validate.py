@@ -15,7 +15,7 @@ import psutil
 
 from fsdp_jobs import __version__
 from fsdp_jobs.config.clusters import SlurmClusterConfig
-from fsdp_jobs.config.errors import Problem
+from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.resolve import accelerator, least_nodes
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.base import Finding, Job
@@ -122,7 +122,7 @@ def _can_hold(partition: client.Partition, job: Job) -> bool:
     gpus = client.gpus_in(partition.gres)
     wanted = client.gpus_in(f"gpu:{cluster.gpus_per_node or trainer.resource.gpu}")
     mem = re.fullmatch(r"(\d+)([KMGT]?)", cluster.mem or "0", re.IGNORECASE)
-    mem_mb = int(mem[1]) * {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024**2}[mem[2].upper()] if mem else 0
+    mem_mb = int(mem[1]) * 1024.0 ** ("KMGT".index(mem[2].upper() or "M") - 1) if mem else 0
     return (
         least_nodes(job.config) <= partition.nodes
         and (cluster.cpus_per_task or trainer.resource.cpu) <= partition.cpus
@@ -201,14 +201,15 @@ def _qos_problems(job: Job, partitions: Sequence[client.Partition]) -> Iterator[
             yield Problem(_sizes(job.config), what, "less, or another cluster.qos")
 
 
-def check_count(count: int) -> list[Problem]:
-    """Return a problem if the whole cluster cannot hold so many jobs.
+def check_count(count: int) -> None:
+    """Check that the whole cluster can hold so many jobs.
 
     Raises:
+        BadInput: it cannot.
         SlurmError: there is no SLURM here.
     """
-    most = client.settings()["MaxJobCount"]
-    return [_too_many(count, f"MaxJobCount={most}")] if count > int(most) else []
+    if count > int(most := client.settings()["MaxJobCount"]):
+        raise BadInput([_too_many(count, f"MaxJobCount={most}")])
 
 
 def _too_many(count: int, limit: str) -> Problem:
