@@ -87,9 +87,12 @@ def topology_of(site: Site, config: JobConfig) -> Topology | None:
     if not site.switches:
         return None
     wanted, _ = asked(cluster_of(config), "partition")
-    names = [n for n in site.partitions if (n.endswith("*") if wanted is None else n.rstrip("*") in wanted.split(","))]
-    hosts = ",".join(site.partitions[name] for name in names)
-    topology = _topology(hosts, "\n".join(site.switches), ranks_per_node(config))
+    chosen = [
+        hosts
+        for name, hosts in site.partitions.items()
+        if (name.endswith("*") if wanted is None else name.rstrip("*") in wanted.split(","))
+    ]
+    topology = _topology(",".join(chosen), "\n".join(site.switches), ranks_per_node(config))
     return topology if len(topology.nodes) >= most_nodes(config) else None
 
 
