@@ -120,7 +120,7 @@ def translate(job: Job, daemon: dict[str, Any], gpus: list[str]) -> DockerReques
     host = {
         "init": True,
         "read_only": True,
-        "tmpfs": {"/tmp": ""},
+        "tmpfs": {"/tmp": "exec"},  # torch.compile and Triton load what they have compiled there
         "cap_drop": ["ALL"],
         "security_opt": ["no-new-privileges"],
         "mounts": [Mount(to, source, type="bind", read_only=only) for source, to, only in mounts],

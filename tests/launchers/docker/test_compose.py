@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.processes import free_port
 from fsdp_jobs.run.verdict import Verdict
 from tests.jobs import ROOT, Watched
 from tests.launchers.docker.daemon import docker
@@ -22,6 +23,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 _PROJECT = "fsdp-compose-test"
 _SLURM_IMAGE = "fsdp_jobs-test-slurm"
+_PORT = free_port()  # 8265 may be another dashboard's
 _TASK = ("optim.decay_steps=1000", "data.global_batch=12")
 _JOB = ("nodes=1:3", "nproc_per_node=1", "steps=100000", "elastic.join_window_s=4", *TINY, *_TASK)
 
@@ -30,6 +32,7 @@ def compose(*args: str, image: str, job: tuple[str, ...] = _JOB) -> str:
     """What a docker-compose command prints."""
     command = ["docker-compose", "--project-name", _PROJECT, "--file", str(ROOT / "deploy/compose.yaml"), *args]
     env = {**os.environ, "IMAGE": image, "SLURM_IMAGE": _SLURM_IMAGE, "JOB": " ".join(job), "CPUS": "0.5"}
+    env["DASHBOARD_PORT"] = str(_PORT)
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -49,10 +52,10 @@ def services(image: str) -> Iterator[Watched]:
 def _in_the_dashboard() -> str:
     """What the dashboard tells of the run, by the address in its service's log; empty while there is none."""
     logs = subprocess.run(["docker", "logs", f"{_PROJECT}_dashboard_1"], capture_output=True, text=True).stdout
-    token = re.search(r"http://localhost:8265/\?token=(\S+)", logs)
+    token = re.search(rf"http://localhost:{_PORT}/\?token=(\S+)", logs)
     if token is None:
         return ""
-    address = {"base_url": "http://127.0.0.1:8265", "follow_redirects": True}
+    address = {"base_url": f"http://127.0.0.1:{_PORT}", "follow_redirects": True}
     with suppress(httpx.TransportError), httpx.Client(**address) as client:  # the token becomes a cookie
         return client.get(f"/?token={token[1]}").text + client.get("/api/runs/job").text
     return ""
@@ -76,6 +79,8 @@ def test_services_scale_heal_and_go_on(services: Watched, image: str, tmp_path: 
     coordinator = docker("ps", "--quiet", "--filter", f"name={_PROJECT}[_-]coordinator")
     pid = int(docker("inspect", "--format", "{{.State.Pid}}", coordinator))
     assert pid > 1
+    compiled = "import _ctypes, ctypes, shutil; ctypes.CDLL(shutil.copy(_ctypes.__file__, '/tmp'))"
+    docker("exec", coordinator, "python", "-c", compiled)  # as torch.compile and Triton do
     os.kill(pid, 9)  # a crash: what docker kill ends, no restart policy starts again
     services.until(lambda: bool(services.events("adopted")), "the coordinator is started again, and adopts the round")
 
