@@ -6,8 +6,9 @@ import hashlib
 import json
 import logging
 import os
+import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from docker.context import ContextAPI
 from docker.context.config import get_current_context_name
 from docker.types import DeviceRequest, Mount
 from docker.utils import parse_bytes
+from requests.exceptions import RequestException
 
 from fsdp_jobs.config.clusters import DockerClusterConfig
 from fsdp_jobs.config.data import input_paths
@@ -69,6 +71,17 @@ def connect() -> docker.APIClient:
         raise NoDaemon([Problem(f"Docker at {where}", what, f"{cure}; cluster=local needs no Docker")]) from e
 
 
+@contextmanager
+def connected() -> Iterator[docker.APIClient]:
+    """Connect as `connect` does; later errors of the daemon are BadInput, too."""
+    api = connect()
+    try:
+        yield api
+    except (RequestException, docker.errors.DockerException) as e:
+        cure = "docker network prune: unused networks take up the addresses" if "address pool" in str(e) else ""
+        raise BadInput.at("Docker", str(getattr(e, "explanation", None) or e), cure) from e
+
+
 @dataclass
 class DockerRequest:
     """Containers as arguments of Docker's API, the coordinator's first."""
@@ -116,18 +129,23 @@ def translate(job: Job, daemon: dict[str, Any], gpus: list[str]) -> DockerReques
             "containers see a copy of your code, but not %s; the program works in %s. cluster.mounts=[%s:%s] mounts it",
             *(here, folder, here, here),
         )
-    rootless = any("rootless" in option for option in daemon.get("SecurityOptions") or [])
+    security = str(daemon.get("SecurityOptions"))
+    user = "0:0" if "rootless" in security else f"{os.getuid()}:{os.getgid()}"  # root of a rootless daemon is its user
+    confined = ["label=disable"] if "selinux" in security else []  # else mounts need another label, outside, too
     host = {
         "init": True,
         "read_only": True,
         "tmpfs": {"/tmp": "exec"},  # torch.compile and Triton load what they have compiled there
         "cap_drop": ["ALL"],
-        "security_opt": ["no-new-privileges"],
+        "security_opt": ["no-new-privileges", *confined],
+        "userns_mode": "host" if "userns" in security else None,  # mapped users may not write to the run directory
         "mounts": [Mount(to, source, type="bind", read_only=only) for source, to, only in mounts],
     }
+    can_limit = daemon.get("CpuCfsQuota", True)  # not rootless on cgroup v1
+    cpus = cluster.cpus or (min(job.plan.ranks_per_node, daemon["NCPU"]) if can_limit else 0)
     limits = {
         "mem_limit": parse_bytes(cluster.memory) if cluster.memory else 2 * job.memory_need or None,
-        "nano_cpus": int((cluster.cpus or min(job.plan.ranks_per_node, daemon["NCPU"])) * 1e9),
+        "nano_cpus": int(cpus * 1e9),
         "shm_size": parse_bytes(cluster.shm),
     }
     prefix, python_path = prefix_of(run), {"PYTHONPATH": str(run.code)} if code is not None else {}
@@ -136,7 +154,7 @@ def translate(job: Job, daemon: dict[str, Any], gpus: list[str]) -> DockerReques
         part = name.partition("-")[0]
         env = {**job.app.roles[0].env, ADDRESS_ENV: f"{prefix}-{name}", **python_path, **cluster.env}
         return {
-            "user": "0:0" if rootless else f"{os.getuid()}:{os.getgid()}",  # root of a rootless daemon is its user
+            "user": user,
             "working_dir": str(folder),
             "entrypoint": ["python"],
             "stop_timeout": int(config.elastic.stop_grace_s),
@@ -181,11 +199,7 @@ def parse_mount(text: str) -> tuple[str, str, bool]:
 
 
 def create(api: docker.APIClient, request: DockerRequest) -> None:
-    """Create and start a request's network and containers; a failure leaves nothing behind.
-
-    Raises:
-        BadInput: Docker refuses something.
-    """
+    """Create and start a request's network and containers; a failure leaves nothing behind."""
     run, labels = RunDir(request.run_dir), {RUN_LABEL: str(Path(request.run_dir).resolve())}
     secrets = {name: os.environ[name] for name in request.pass_env}
     remove(api, run)  # kept by an earlier submission
@@ -202,10 +216,9 @@ def create(api: docker.APIClient, request: DockerRequest) -> None:
                 host["device_requests"] = [DeviceRequest(device_ids=own, capabilities=[["gpu"]])]
             body["host_config"] = api.create_host_config(**host)
             api.start(api.create_container(request.image, labels=labels, **body)["Id"])
-    except docker.errors.APIError as e:
+    except docker.errors.APIError:
         remove(api, run)
-        cure = "docker network prune: unused networks take up the addresses" if "address pool" in str(e) else ""
-        raise BadInput.at("Docker", str(e.explanation), cure) from e
+        raise
 
 
 def containers_of(api: docker.APIClient, run: RunDir) -> dict[str, dict[str, Any]]:
@@ -219,12 +232,18 @@ def containers_of(api: docker.APIClient, run: RunDir) -> dict[str, dict[str, Any
 
 
 def remove(api: docker.APIClient, run: RunDir) -> None:
-    """Remove a run's containers, running or not, and its network."""
-    for container in api.containers(all=True, filters=_labelled(run)):
-        with suppress(docker.errors.NotFound):
-            api.remove_container(container["Id"], force=True, v=True)
+    """Remove a run's containers, running or not, and its network; another command may do so at the same time."""
+    while left := api.containers(all=True, filters=_labelled(run)):
+        for container in left:
+            try:
+                api.remove_container(container["Id"], force=True, v=True)
+            except docker.errors.APIError as e:
+                if e.status_code not in (404, 409):  # it is gone, or going
+                    raise
+                time.sleep(0.1)
     for network in api.networks(filters=_labelled(run)):
-        api.remove_network(network["Id"])
+        with suppress(docker.errors.NotFound):
+            api.remove_network(network["Id"])
 
 
 def _labelled(run: RunDir) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 
 from fsdp_jobs.config.schema import JobConfig, load_config
@@ -23,7 +24,8 @@ class DockerLauncher(DetachedLauncher):
     output = "yaml"
 
     def examine(self, config: JobConfig) -> Iterator[Finding]:
-        return validate.examine(containers.connect(), config)
+        with containers.connected() as api:
+            yield from validate.examine(api, config)
 
     def away(self, config: JobConfig) -> list[str]:
         try:
@@ -35,14 +37,13 @@ class DockerLauncher(DetachedLauncher):
         return []
 
     def prepare(self, jobs: Sequence[Job]) -> list[DockerRequest]:
-        api = None if all(job.away for job in jobs) else containers.connect()
-        daemon = validate.ASSUMED if api is None else api.info()
-
-        return prepare_each(
-            jobs,
-            lambda job: validate.problems_of(api, job, daemon, visible_gpus()),
-            lambda job: containers.translate(job, daemon, visible_gpus() if job.plan.backend != "gloo" else []),
-        )
+        with nullcontext() if all(job.away for job in jobs) else containers.connected() as api:
+            daemon = validate.ASSUMED if api is None else api.info()
+            return prepare_each(
+                jobs,
+                lambda job: validate.problems_of(api, job, daemon, visible_gpus()),
+                lambda job: containers.translate(job, daemon, visible_gpus() if job.plan.backend != "gloo" else []),
+            )
 
     def stage(self, request: DockerRequest) -> None:
         if request.code is not None:
@@ -50,33 +51,35 @@ class DockerLauncher(DetachedLauncher):
         super().stage(replace(request, code=None))
 
     def start(self, run: RunDir) -> None:
-        containers.create(containers.connect(), DockerRequest(**staged(run)))
+        with containers.connected() as api:
+            containers.create(api, DockerRequest(**staged(run)))
         super().start(run)
 
     def revive(self, run: RunDir) -> bool:
         """Start the supervisor of a job whose containers all exist; remove those of an incomplete job."""
         if not super().revive(run) and not self.is_alive(run):
             return False
-        api = containers.connect()
-        if len(containers.containers_of(api, run)) == len(staged(run)["containers"]):
-            super().start(run)
-            return True
-        containers.remove(api, run)
-        return False
+        with containers.connected() as api:
+            if len(containers.containers_of(api, run)) == len(staged(run)["containers"]):
+                super().start(run)
+                return True
+            containers.remove(api, run)
+            return False
 
     def is_alive(self, run: RunDir) -> bool:
         """Whether a container or the supervisor of a run's newest job is alive."""
         if super().is_alive(run):
             return True
-        left = containers.containers_of(containers.connect(), run)
-        return any(container["State"]["Running"] for container in left.values())
+        with containers.connected() as api:
+            return any(container["State"]["Running"] for container in containers.containers_of(api, run).values())
 
     def kill(self, run: RunDir) -> bool:
         """End a job and remove its containers and network; if it has ended, what its supervisor has left."""
         was_alive = self.is_alive(run)
         super().kill(run)
         if was_alive or not containers.cluster_of(load_config(run.config)).keep:
-            containers.remove(containers.connect(), run)
+            with containers.connected() as api:
+                containers.remove(api, run)
         return was_alive
 
 

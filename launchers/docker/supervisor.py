@@ -14,12 +14,11 @@ import time
 from typing import Any
 
 import docker
-from requests.exceptions import RequestException
 
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.resolve import most_nodes
 from fsdp_jobs.config.schema import load_config
-from fsdp_jobs.launchers.docker.containers import cluster_of, connect, containers_of, remove
+from fsdp_jobs.launchers.docker.containers import cluster_of, connected, containers_of, remove
 from fsdp_jobs.launchers.supervisor import main
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
@@ -77,15 +76,16 @@ class Supervisor:
             judge(self.run, Verdict("infrastructure", "stop", "the coordinator's container was removed"))
             return True
         exit_code = None if coordinator["State"]["Running"] else coordinator["State"]["ExitCode"]
-        if exit_code == EXIT_FAILED:
+        if exit_code not in _LEFT:
+            return False
+        verdict = Verdict.read(self.run, self._attempt) if exit_code == EXIT_REQUEUE else None
+        if verdict is not None:
+            judge(self.run, Verdict("preempted", "stop", f"the coordinator's container was stopped: {verdict.reason}"))
+        else:
             output = api.logs(coordinator["Id"], tail=15).decode(errors="replace")
-            reason = "the coordinator's container failed"
+            reason = ": ".join(["the coordinator's container failed", *output.splitlines()[-1:]])
             judge(self.run, Verdict("infrastructure", "stop", reason, last_lines=output))
-        elif exit_code == EXIT_REQUEUE:
-            verdict = Verdict.read(self.run, self._attempt)
-            saved = verdict.reason if verdict is not None else "before anything was saved"
-            judge(self.run, Verdict("preempted", "stop", f"the coordinator's container was stopped: {saved}"))
-        return exit_code in _LEFT
+        return True
 
 
 def supervise(run: RunDir) -> None:
@@ -94,14 +94,14 @@ def supervise(run: RunDir) -> None:
     answered = time.monotonic()
     while True:
         try:
-            api = connect()
-            while not supervisor.poll(api):
-                answered = time.monotonic()
-                time.sleep(_POLL_S)
-            if not cluster_of(supervisor.config).keep:
-                remove(api, run)
+            with connected() as api:
+                while not supervisor.poll(api):
+                    answered = time.monotonic()
+                    time.sleep(_POLL_S)
+                if not cluster_of(supervisor.config).keep:
+                    remove(api, run)
             return
-        except (RequestException, BadInput) as e:  # a container was just removed; the daemon is being restarted
+        except BadInput as e:  # a container was just removed; the daemon is being restarted
             logger.warning("%s", e)
             if time.monotonic() - answered > _NO_DAEMON_S:
                 raise

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from docker.errors import APIError
+from requests import Response
 
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.schema import dump_config
@@ -24,6 +26,7 @@ class Daemon:
     def __init__(self, **running: bool):
         self.running = {name.replace("_", "-"): state for name, state in running.items()}
         self.removed: list[str] = []
+        self.are_going = False  # another command removes them, and has not done so yet
 
     def containers(self, **_: Any) -> list[dict[str, Any]]:
         return [{"Id": name} for name in self.running]
@@ -32,7 +35,15 @@ class Daemon:
         state = {"Running": self.running[name], "ExitCode": 75}
         return {"Id": name, "State": state, "Config": {"Hostname": name}}
 
+    def logs(self, name: str, **_: Any) -> bytes:
+        return b"ERROR coordinator cannot work here\nPermissionError: [Errno 13] Permission denied: '/runs/left'\n"
+
     def remove_container(self, name: str, **_: Any) -> None:
+        if name not in self.removed and self.are_going:
+            self.removed.append(name)
+            response = Response()
+            response.status_code = 409  # as seen: "removal of container ... is already in progress"
+            raise APIError("409 Client Error", response)
         del self.running[name]
         self.removed.append(name)
 
@@ -73,3 +84,22 @@ def test_a_cancel_of_what_has_ended_removes_what_no_supervisor_has(
     launcher.remember(app_id, run)
     assert launcher.end(app_id) is None, "it had ended"
     assert len(daemon.running) == left, "of its own submission, unless the user keeps them"
+
+
+def test_containers_that_another_command_is_removing_are_waited_for(tmp_path: Path) -> None:
+    daemon = Daemon(coordinator=False, node_0=False)
+    daemon.are_going = True
+    containers.remove(daemon, docker_run(tmp_path))
+    assert not daemon.running
+
+
+def test_why_a_coordinator_cannot_work_is_the_reason(tmp_path: Path) -> None:
+    """A daemon that maps users, or that confines containers by SELinux, keeps them from the run directory."""
+    run = docker_run(tmp_path)
+    run.events.write_text("".join(run.events.read_text().splitlines(keepends=True)[:-1]))
+    for verdict in run.verdicts():
+        verdict.unlink()
+    supervisor.Supervisor(run).poll(Daemon(coordinator=False, node_0=True))
+    status = RunStatus(run)
+    status.update()
+    assert "PermissionError: [Errno 13] Permission denied: '/runs/left'" in status.reason
