@@ -223,8 +223,7 @@ class KubernetesLauncher(Launcher):
                 _end_rest(api, root, jobs)
                 return None
             api.delete(root)
-            for pod in pods:
-                api.delete(pod, gracePeriodSeconds="0")
+            at_once(lambda pod: api.delete(pod, gracePeriodSeconds="0"), pods)
             return WITHDRAWN if state is State.QUEUED else KILLED
 
     def replace_lost(self, app_id: str) -> str:
