@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _CONNECT_S, _ANSWER_S = 5.0, 30.0
 _RETRY_S = 2.0
-_THROTTLED_FOR_S = 20.0  # to retry a request that the server was too busy to look at
+_THROTTLED_FOR_S = 20.0  # to retry a request that the server turned away
 ROLE_CURE = "ask for the role in deploy/kubernetes/base/rbac.yaml"
 _LIMIT_CURE = "a LimitRange: cluster.cpus, cluster.memory; for the coordinator's pod cluster.pod_patch"
 _FORBIDDEN = {  # words of a message -> the cure; anything else is for an administrator to explain
@@ -30,6 +30,7 @@ _FORBIDDEN = {  # words of a message -> the cure; anything else is for an admini
     "usage per ": _LIMIT_CURE,
     "ratio per ": _LIMIT_CURE,
     "violates PodSecurity": "cluster.pod_patch can set or remove the fields that it names",
+    "security context constraint": "cluster.run_as_user=null cluster.fs_group=null leave users to OpenShift",
     '" cannot ': ROLE_CURE,  # of RBAC: User "me" cannot create resource "jobs" ...
 }
 
@@ -42,9 +43,14 @@ class ApiError(Exception):
         self.status, self.message, self.retry_s = status, message, retry_s
 
     @property
+    def was_turned_away(self) -> bool:
+        """Whether nothing was done: too many requests, or too many changes of a quota that counts objects."""
+        return self.status == 429 or "be fulfilled on resourcequotas" in self.message
+
+    @property
     def is_passing(self) -> bool:
-        """Whether the same request may succeed later: no answer, an error of the server's own, or too many requests."""
-        return self.status == 429 or not 400 <= self.status < 500
+        """Whether the same request may succeed later: turned away, no answer, or an error of the server's own."""
+        return self.was_turned_away or not 400 <= self.status < 500
 
 
 @contextmanager
@@ -102,10 +108,10 @@ class Api:
         items = answer["items"] if answer is not None else []
         return [{"apiVersion": api_version, "kind": kind, **item} for item in items]  # lists leave both out
 
-    def select_visible(self, api_version: str, kind: str) -> list[Object] | None:
-        """Return all objects of a kind; None if the user may not list them."""
+    def select_visible(self, api_version: str, kind: str, **query: str) -> list[Object] | None:
+        """Return what `select` does; None if the user may not list these objects."""
         try:
-            return self.select(api_version, kind)
+            return self.select(api_version, kind, **query)
         except ApiError as e:
             if e.status != 403:
                 raise
@@ -138,8 +144,11 @@ class Api:
         return list(self._json("GET", "/api/v1/nodes", labelSelector=selector)["items"])
 
     def warnings(self, kind: str) -> dict[str, list[str]]:
-        """Return messages of the warning events about objects of a kind, by the object's name, oldest first."""
-        events = self.select("v1", "Event", fieldSelector=f"involvedObject.kind={kind},type=Warning")
+        """Return messages of the warning events about objects of a kind, by the object's name, oldest first.
+
+        Empty if the user may not list events.
+        """
+        events = self.select_visible("v1", "Event", fieldSelector=f"involvedObject.kind={kind},type=Warning") or []
         events.sort(key=lambda e: e.get("lastTimestamp") or e.get("eventTime") or e["metadata"]["creationTimestamp"])
         messages = defaultdict(list)
         for e in events:
@@ -182,7 +191,7 @@ class Api:
             try:
                 return _content_of(self._send(method, path, query, body))
             except ApiError as e:
-                limit = max(for_s, _THROTTLED_FOR_S) if e.status == 429 else for_s  # 429: nothing was done
+                limit = max(for_s, _THROTTLED_FOR_S) if e.was_turned_away else for_s
                 if not e.is_passing or time.monotonic() - began >= limit:
                     raise
                 pause = min(e.retry_s or _RETRY_S, _ANSWER_S)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from contextlib import suppress
 
 from fsdp_jobs.launchers.base import at_once
@@ -26,6 +25,7 @@ _ENDS = {  # of Jobs and JobSets by condition, of Volcano's jobs by phase
     "Terminated": State.FAILED,
     "Aborted": State.STOPPED,
 }
+_BLOCKING = ("FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox")  # warnings about a pod that has a machine
 _STARTING = ("ContainerCreating", "PodInitializing")
 
 
@@ -105,8 +105,8 @@ def why_waiting(api: Api, root: Object, jobs: list[Object], pods: list[Object]) 
     pending = [pod["metadata"]["name"] for pod in live if phase_of(pod) == "Pending"]
     warnings = api.warnings("Pod") if pending else {}
     for name in pending:
-        if unmounted := [w for w in warnings.get(name, ()) if w.startswith(("FailedMount", "FailedAttachVolume"))]:
-            return f"pod {name} cannot start: {unmounted[-1]}"
+        if blocked := [w for w in warnings.get(name, ()) if w.startswith(_BLOCKING)]:
+            return f"pod {name} cannot start: {blocked[-1]}"
     for job in jobs:
         spec, status = job["spec"], job.get("status", {})
         if status.get("active", 0) + status.get("succeeded", 0) < spec["parallelism"]:
@@ -173,12 +173,15 @@ def _why_pod(api: Api, pod: Object, root: Object) -> str:
         return f"{silent}; if it is down for good: fsdp-jobs resume {run}"
     if "deletionTimestamp" in pod["metadata"]:
         return ""
-    if is_coordinator and _is_silent(pod, conditions):
+    own, ready = own_state(pod), conditions.get("Ready", {})
+    is_silent = ready.get("status") == "False" and not ready.get("reason")  # a kubelet gives the reason
+    if is_coordinator and "running" in own and is_silent:
         return f"{silent}; without it training stops after elastic.lease_s"
     scheduled = conditions.get("PodScheduled", {"status": "True"})
     if scheduled["status"] == "False":
         return f"pod {name} cannot be scheduled: {scheduled.get('message', scheduled.get('reason', ''))}"
-    for container in [*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])]:
+    containers = [*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])]
+    for container in containers if "waiting" in own or not own else ():
         waiting = container.get("state", {}).get("waiting", {})
         reason = waiting.get("reason", "")
         if reason and reason not in _STARTING:
@@ -187,22 +190,15 @@ def _why_pod(api: Api, pod: Object, root: Object) -> str:
     return ""
 
 
-def _is_silent(pod: Object, conditions: Mapping[str, Object]) -> bool:
-    """Whether the kubelet of a running pod is silent: only then is a pod not ready whose containers all are."""
-    containers = pod["status"].get("containerStatuses", [])
-    all_ready = "running" in own_state(pod) and all(c.get("ready", True) for c in containers)
-    return all_ready and conditions.get("Ready", {}).get("status") == "False"
-
-
 def why_failed(job: Object, pods: list[Object]) -> str:
     """Return how a failed pod of a Job ended that has no successor yet; empty if there is none."""
-    own = [p for p in pods if p["metadata"]["labels"].get(_JOB_NAME) == job["metadata"]["name"]]
-    for pod in {node_of(p): p for p in own}.values():  # the newest of each
+    of_job = [p for p in pods if p["metadata"]["labels"].get(_JOB_NAME) == job["metadata"]["name"]]
+    for pod in {node_of(p): p for p in of_job}.values():  # the newest of each
         name, status = pod["metadata"]["name"], pod["status"]
         if phase_of(pod) == "Failed" and status.get("reason"):  # the kubelet's: Evicted, UnexpectedAdmissionError
             return f"pod {name} has failed: {status['reason']}: {status.get('message', '')}"
-        states = [container.get("state", {}) for container in status.get("initContainerStatuses", [])]
-        for state in [*states, own_state(pod)]:
+        own = own_state(pod)  # once it has run, a sidecar among the init containers ends when it has
+        for state in [own] if "terminated" in own else [c["state"] for c in status.get("initContainerStatuses", [])]:
             ended = state.get("terminated", {})
             if ended.get("exitCode", 0) not in (EXIT_DONE, EXIT_REQUEUE):
                 lines = ended.get("message", "").strip().splitlines()

@@ -92,10 +92,10 @@ def _log_in(context: str | None, files: str | None) -> tuple[Any, str]:
             namespace = chosen["context"].safe_get("namespace") or "default"
             server = kubeconfig["clusters"].get_with_name(chosen["context"]["cluster"])["cluster"]
             configuration.proxy = server.safe_get("proxy-url") or configuration.proxy
-    except (config.ConfigException, yaml.YAMLError, OSError, TypeError, AttributeError) as e:
+        configuration.retries, configuration.connection_pool_maxsize = False, _CONNECTIONS
+        return client.ApiClient(configuration), namespace
+    except (config.ConfigException, yaml.YAMLError, OSError, TypeError, AttributeError, ValueError) as e:
         where = f"KUBECONFIG={files or 'in this pod'}"
         cure = "set KUBECONFIG to the file that the cluster's administrator gave you; kubectl get pods must work first"
         why = "not a mapping" if isinstance(e, TypeError | AttributeError) else e
         raise NoKubeconfig([Problem(where, f"no usable kubeconfig: {why}", cure)]) from e
-    configuration.retries, configuration.connection_pool_maxsize = False, _CONNECTIONS
-    return client.ApiClient(configuration), namespace

@@ -24,10 +24,11 @@ logger = logging.getLogger(__name__)
 _KUEUE = "kueue.x-k8s.io"
 _OVER_QUOTA = re.compile(r"exceeded quota: .*?, requested: (?P<requested>.*), used: .*, limited: (?P<limited>\S*)")
 _OWN_POLICY = "fsdp-jobs"  # deploy/kubernetes/network-policy.yaml
+_QUANTITY = re.compile(r"\d+(\.\d+)?([numkMGTPE]|[KMGTPE]i|[eE]\d+)?")
 _NEEDED = {  # verb -> resources, of the core API
     "create": ("services", "configmaps", "secrets"),
     "get": ("persistentvolumeclaims", "pods/log"),
-    "list": ("pods", "events"),
+    "list": ("pods",),
     "patch": ("pods",),
     "delete": ("pods",),
 }
@@ -121,6 +122,9 @@ def wrong_keys(config: JobConfig) -> Iterator[Problem]:
         yield Problem("cluster.claim", what, "deploy/kubernetes/base/claim.yaml makes one: cluster.claim=runs")
     if not cluster.mount_path.startswith("/"):
         yield Problem(f"cluster.mount_path={cluster.mount_path}", "must be absolute", "/runs")
+    for key in ("cpus", "memory", "shm"):
+        if (value := getattr(cluster, key)) is not None and not _QUANTITY.fullmatch(value):
+            yield Problem(f"cluster.{key}={value}", "is not a quantity of Kubernetes", "500m, 16Gi")
     for variable, reference in cluster.secret_env.items():
         if reference.count("/") != 1:
             what = "not the key of a secret (secret/key)"

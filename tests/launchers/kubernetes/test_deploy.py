@@ -27,6 +27,7 @@ SCHEMAS = Path(__file__).parent / "schemas"
 OPTIONAL = {
     ("create", "", "pods"),
     ("get", "", "pods"),  # kubectl logs
+    ("list", "", "events"),  # why pods wait
     ("list", "kueue.x-k8s.io", "localqueues"),
     ("list", "kueue.x-k8s.io", "workloads"),
     ("list", "networking.k8s.io", "networkpolicies"),

@@ -80,6 +80,12 @@ def test_an_api_behind_the_proxy_that_the_kubeconfig_names(api: SimulatedApi) ->
     assert submission.prepare([compose_job(JOB)])[0].request.namespace == "team"
 
 
+def test_a_proxy_of_a_kind_that_is_not_supported_is_named(api: SimulatedApi) -> None:
+    """As `ssh -D` makes; kubectl takes it."""
+    kubeconfig(cluster={"proxy-url": "socks5://localhost:1080"})
+    assert "Proxy URL had unsupported scheme socks5" in refused()
+
+
 def test_in_a_pod_its_users_kubeconfig_comes_first(
     api: SimulatedApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -140,6 +140,16 @@ CASES: dict[str, tuple[Callable[[SimulatedApi], Any], list[str], list[str]]] = {
         ["cluster.pod_patch={hostNetwork: true}"],
         ['violates PodSecurity "restricted:latest": hostNetwork', "cluster.pod_patch"],
     ),
+    "OpenShift": (
+        _refuse("Pod", 'pods "x" is forbidden: unable to validate against any security context constraint: [fsGroup]'),
+        [],
+        ["any security context constraint: [fsGroup]", "cluster.run_as_user=null cluster.fs_group=null"],
+    ),
+    "quantities": (
+        lambda _: None,
+        ["cluster.shm=2GB", "cluster.cpus=many", "cluster.memory=1000G"],
+        ["cluster.shm=2GB: is not a quantity", "cluster.cpus=many: is not", "-> 500m, 16Gi"],
+    ),
     "an administrator's rule": (
         _refuse("Pod", 'admission webhook "policy.example" denied the request: images come from registry.example'),
         [],
@@ -246,7 +256,7 @@ def test_a_submission_asks_little_one_after_the_other_and_logs_in_once(
     api.latency_s = 0.05
     submission.submit(submission.prepare([compose_job(JOB)]), [JOB])
     assert len((tmp_path / "logins").read_text().splitlines()) == 1
-    assert len(api.requests) == 28 and api.in_sequence() <= 14, api.requests  # 10 on a machine that does nothing else
+    assert len(api.requests) == 27 and api.in_sequence() <= 14, api.requests  # 10 on a machine that does nothing else
 
 
 @pytest.mark.parametrize(
@@ -319,6 +329,35 @@ def test_a_job_waits_for_a_quota_that_others_use_now(api: SimulatedApi, caplog: 
 def test_a_webhook_that_takes_no_dry_runs_keeps_no_job_out(api: SimulatedApi) -> None:
     api.refuse = lambda _: Refused(400, 'admission webhook "inject.example" does not support dry run')
     assert submission.prepare([compose_job(JOB)])[0].request.namespace == "team"
+
+
+def test_a_user_who_may_not_list_events_submits_and_asks_all_the_same(api: SimulatedApi) -> None:
+    api.denied.add(("list", "events"))
+    (handle,) = submission.submit(submission.prepare([compose_job(JOB)]), [JOB])
+    name = handle.rpartition(":")[2]
+    labels = {"app.kubernetes.io/instance": name, "fsdp-jobs/role": "trainer", JOB_NAME: f"{name}-node"}
+    api.put("", "pods", {"metadata": {"name": "p", "labels": labels}, "spec": {}})["status"] = {"phase": "Pending"}
+    assert describe([handle])[handle].state is State.QUEUED
+
+
+def test_a_quota_that_counts_objects_and_was_updated_meanwhile_is_asked_again(
+    api: SimulatedApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Quotas count what is created at the same time; the server turns away what it could not count."""
+    turned_away: set[str] = set()
+
+    def first_time(body: Object) -> Refused | None:
+        if body["kind"] not in ("Service", "ConfigMap", "Secret") or body["kind"] in turned_away:
+            return None
+        turned_away.add(body["kind"])
+        words = 'Operation cannot be fulfilled on resourcequotas "count": the object has been modified; '
+        return Refused(409, f"{words}please apply your changes to the latest version and try again")
+
+    monkeypatch.setattr("fsdp_jobs.launchers.kubernetes.api._RETRY_S", 0.01)
+    jobs = submission.prepare([compose_job(JOB)])
+    api.refuse = first_time
+    submission.submit(jobs, [JOB])
+    assert len(turned_away) == 3 and len(api.all("", "secrets")) == 1
 
 
 def test_a_queue_that_the_user_may_not_list_is_taken_as_given(api: SimulatedApi) -> None:
@@ -556,10 +595,15 @@ class TestWaiting:
         api.warn("Job", f"{app.partition(':')[2]}-node", "FailedCreate", "Error creating: exceeded quota: gpus")
         assert "are refused: Error creating: exceeded quota: gpus" in self.said(app)[1]
 
-    def test_a_claim_that_cannot_be_mounted(self, api: SimulatedApi, app: str) -> None:
+    @pytest.mark.parametrize(
+        "warning", [("FailedMount", "no such host: nfs"), ("FailedCreatePodSandBox", "failed to assign an IP address")]
+    )
+    def test_a_claim_that_cannot_be_mounted_and_a_network_that_has_no_address(
+        self, api: SimulatedApi, app: str, warning: tuple[str, str]
+    ) -> None:
         self.put_pod(api, app, {"phase": "Pending", "containerStatuses": []})
-        api.warn("Pod", f"{app.partition(':')[2]}-node-0-abcde", "FailedMount", "no such host: nfs")
-        assert "FailedMount: no such host: nfs" in self.said(app)[1]
+        api.warn("Pod", f"{app.partition(':')[2]}-node-0-abcde", *warning)
+        assert ": ".join(warning) in self.said(app)[1]
 
     @pytest.mark.seen
     def test_a_coordinator_on_a_lost_machine(self, api: SimulatedApi, app: str) -> None:
@@ -694,8 +738,33 @@ class TestWaiting:
         ended = {"exitCode": 137, "reason": "Error", "message": '{"level": "error"}', "finishedAt": now()}
         own = {"name": "coordinator", "ready": True, "state": {"running": {}}}
         sidecar = {"name": "log-shipper", "ready": False, "state": {"terminated": ended}}
-        status = {"phase": "Running", "conditions": [{"type": "Ready", "status": "False"}]}
+        unready = {"type": "Ready", "status": "False", "reason": "ContainersNotReady"}
+        status = {"phase": "Running", "conditions": [unready]}
         self.put_pod(api, app, {**status, "containerStatuses": [sidecar, own]}, "coordinator")
+        assert self.said(app) == (State.RUNNING, "")
+
+    def test_a_sidecar_that_ends_or_crashes_after_the_container_began_says_nothing(
+        self, api: SimulatedApi, app: str
+    ) -> None:
+        """Service meshes add it as an init container that runs on, and that its kubelet restarts."""
+        crashed = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s restarting"}}
+        sidecar = {"name": "istio-proxy", "image": "i:1", "state": crashed}
+        own = {"name": "trainer", "state": {"running": {}}}
+        self.put_pod(api, app, {"phase": "Running", "initContainerStatuses": [sidecar], "containerStatuses": [own]})
+        assert self.said(app) == (State.RUNNING, "")
+        killed = {"name": "istio-proxy", "state": {"terminated": {"exitCode": 143, "reason": "Error"}}}
+        own = {"name": "trainer", "state": {"terminated": {"exitCode": 1, "reason": "Error", "message": "no CUDA"}}}
+        self.put_pod(api, app, {"phase": "Failed", "initContainerStatuses": [killed], "containerStatuses": [own]})
+        assert "ended with 1 (Error): no CUDA" in self.said(app)[1]
+        own["state"] = {"terminated": {"exitCode": 0, "reason": "Completed"}}
+        self.put_pod(api, app, {"phase": "Succeeded", "initContainerStatuses": [killed], "containerStatuses": [own]})
+        assert self.said(app)[1] == ""
+
+    def test_a_readiness_gate_that_is_closed_is_no_silent_machine(self, api: SimulatedApi, app: str) -> None:
+        """A kubelet that answers gives the reason why a pod is not ready; who notices its silence gives none."""
+        own = {"name": "coordinator", "ready": True, "state": {"running": {}}}
+        gate = {"type": "Ready", "status": "False", "reason": "ReadinessGatesNotReady"}
+        self.put_pod(api, app, {"phase": "Running", "conditions": [gate], "containerStatuses": [own]}, "coordinator")
         assert self.said(app) == (State.RUNNING, "")
 
     def test_an_init_container_that_admission_added_and_that_cannot_start(self, api: SimulatedApi, app: str) -> None:
