@@ -44,10 +44,6 @@ class QueuedJob:
     def run(self) -> RunDir:
         return RunDir(self.run_dir)
 
-    @property
-    def is_queued(self) -> bool:
-        return queue_of(self.run, self.app_id) is not None
-
 
 class Queue:
     """The jobs of one sweep, in the order in which they are started."""
@@ -106,10 +102,10 @@ def withdraw(run: RunDir, app_id: str) -> bool:
     if queue is None:
         return False
     with queue.locked():
-        still_queued = queue_of(run, app_id) is not None
-        if still_queued:
-            leave(run)
-        return still_queued
+        if queue_of(run, app_id) is None:
+            return False
+        leave(run)
+        return True
 
 
 def leave(run: RunDir) -> None:
@@ -128,7 +124,7 @@ def serve(folder: Path) -> None:
     while True:
         with queue.locked():
             parallelism, jobs = queue.read()
-            queued = [job for job in jobs if job.is_queued]
+            queued = [job for job in jobs if queue_of(job.run, job.app_id) is not None]
             if not queued:
                 queue.process_file.unlink(missing_ok=True)
                 return

@@ -55,13 +55,12 @@ class TorchxScheduler(Scheduler[dict[str, Any]]):  # type: ignore[misc]
         return DescribeAppResponse(app_id, _TORCHX_STATES[job.state], job.restarts, job.message, roles_statuses=roles)
 
     def list(self) -> list[ListAppResponse]:
-        known = self.launcher.known()
-        jobs = zip(known, self.launcher.describe(known), strict=True)
-        return [self._listed(app_id, job.state) for app_id, job in jobs if job is not None]
-
-    def _listed(self, app_id: str, state: State) -> ListAppResponse:
-        handle = make_app_handle(self.backend, self.launcher.cluster_of(app_id), app_id)
-        return _Listed(app_id, _TORCHX_STATES[state], handle)
+        known, listed = self.launcher.known(), []
+        for app_id, job in zip(known, self.launcher.describe(known), strict=True):
+            if job is not None:
+                handle = make_app_handle(self.backend, self.launcher.cluster_of(app_id), app_id)
+                listed.append(_Listed(app_id, _TORCHX_STATES[job.state], handle))
+        return listed
 
     def _cancel_existing(self, app_id: str) -> None:
         self.launcher.cancel([app_id])

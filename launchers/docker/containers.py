@@ -41,12 +41,13 @@ class NoDaemon(BadInput):
     """No Docker daemon answers this user."""
 
 
-def connect() -> docker.APIClient:
+@contextmanager
+def connected() -> Iterator[docker.APIClient]:
     """Connect to the Docker daemon of DOCKER_HOST, DOCKER_CONTEXT or the chosen context, as `docker` does.
 
     Raises:
         NoDaemon: it does not answer, or denies permission.
-        BadInput: it is another machine's, or there is no such context.
+        BadInput: it is another machine's, there is no such context, or an answer in the block is an error.
     """
     where, name = os.environ.get("DOCKER_HOST"), os.environ.get("DOCKER_CONTEXT") or get_current_context_name()
     key = "DOCKER_HOST" if where else f"docker context {name}"
@@ -62,19 +63,13 @@ def connect() -> docker.APIClient:
         what = "is another machine's Docker, but containers mount this machine's run directory"
         raise BadInput.at(f"{key}={where}", what, "submit on that machine, or: docker context use default")
     try:
-        return docker.APIClient(base_url=where, version="auto", timeout=60)
+        api = docker.APIClient(base_url=where, version="auto", timeout=60)
     except docker.errors.DockerException as e:
         what, cure = f"no Docker daemon answers: {e}", "start Docker Desktop, or: sudo systemctl start docker"
         if "PermissionError" in str(e):
             what = "you may not use its socket"
             cure = "sudo usermod -aG docker $USER and log in again, or rootless Docker: dockerd-rootless-setuptool.sh"
         raise NoDaemon([Problem(f"Docker at {where}", what, f"{cure}; cluster=local needs no Docker")]) from e
-
-
-@contextmanager
-def connected() -> Iterator[docker.APIClient]:
-    """Connect as `connect` does; later errors of the daemon are BadInput, too."""
-    api = connect()
     try:
         yield api
     except (RequestException, docker.errors.DockerException) as e:
@@ -141,11 +136,10 @@ def translate(job: Job, daemon: dict[str, Any], gpus: list[str]) -> DockerReques
         "userns_mode": "host" if "userns" in security else None,  # mapped users may not write to the run directory
         "mounts": [Mount(to, source, type="bind", read_only=only) for source, to, only in mounts],
     }
-    can_limit = daemon.get("CpuCfsQuota", True)  # not rootless on cgroup v1
-    cpus = cluster.cpus or (min(job.plan.ranks_per_node, daemon["NCPU"]) if can_limit else 0)
+    default = min(job.plan.ranks_per_node, daemon["NCPU"]) if daemon.get("CpuCfsQuota", True) else 0  # 0: no limit
     limits = {
         "mem_limit": parse_bytes(cluster.memory) if cluster.memory else 2 * job.memory_need or None,
-        "nano_cpus": int(cpus * 1e9),
+        "nano_cpus": int((cluster.cpus or default) * 1e9),
         "shm_size": parse_bytes(cluster.shm),
     }
     prefix, python_path = prefix_of(run), {"PYTHONPATH": str(run.code)} if code is not None else {}

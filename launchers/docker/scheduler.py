@@ -29,12 +29,12 @@ class DockerLauncher(DetachedLauncher):
 
     def away(self, config: JobConfig) -> list[str]:
         try:
-            containers.connect()
+            with containers.connected():
+                return []
         except containers.NoDaemon as e:
             unchecked = "not checked: the image, memory, GPUs and their runtime, data, names that are taken"
             assumed = f"assumed: a daemon that runs as root, {validate.ASSUMED['NCPU']} CPUs"
             return [e.problems[0].what, unchecked, assumed]
-        return []
 
     def prepare(self, jobs: Sequence[Job]) -> list[DockerRequest]:
         with nullcontext() if all(job.away for job in jobs) else containers.connected() as api:

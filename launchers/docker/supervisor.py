@@ -75,10 +75,10 @@ class Supervisor:
         if coordinator is None:
             judge(self.run, Verdict("infrastructure", "stop", "the coordinator's container was removed"))
             return True
-        exit_code = None if coordinator["State"]["Running"] else coordinator["State"]["ExitCode"]
-        if exit_code not in _LEFT:
+        state = coordinator["State"]
+        if state["Running"] or state["ExitCode"] not in _LEFT:
             return False
-        verdict = Verdict.read(self.run, self._attempt) if exit_code == EXIT_REQUEUE else None
+        verdict = Verdict.read(self.run, self._attempt) if state["ExitCode"] == EXIT_REQUEUE else None
         if verdict is not None:
             judge(self.run, Verdict("preempted", "stop", f"the coordinator's container was stopped: {verdict.reason}"))
         else:

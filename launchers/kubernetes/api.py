@@ -40,17 +40,12 @@ class ApiError(Exception):
 
     def __init__(self, status: int, message: str, retry_s: float = 0):
         super().__init__(message)
-        self.status, self.message, self.retry_s = status, message, retry_s
-
-    @property
-    def was_turned_away(self) -> bool:
-        """Whether nothing was done: too many requests, or too many changes of a quota that counts objects."""
-        return self.status == 429 or "be fulfilled on resourcequotas" in self.message
+        self.status, self.retry_s = status, retry_s
 
     @property
     def is_passing(self) -> bool:
-        """Whether the same request may succeed later: turned away, no answer, or an error of the server's own."""
-        return self.was_turned_away or not 400 <= self.status < 500
+        """Whether the same request may succeed later: no answer, an error of the server's own, or too many requests."""
+        return self.status == 429 or not 400 <= self.status < 500
 
 
 @contextmanager
@@ -160,8 +155,9 @@ class Api:
 
         The last one has no end if it is not finished, or if the answer was cut off.
         """
-        query = {"container": container, **({"follow": "true"} if follow else {})}
-        query |= {"sinceSeconds": str(since_s)} if since_s is not None else {}
+        query = {"container": container, "follow": str(follow).lower()}
+        if since_s is not None:
+            query["sinceSeconds"] = str(since_s)
         answer = self._send("GET", f"{self._path('v1', 'Pod', pod)}/log", query, answer_s=None if follow else _ANSWER_S)
         with _connection_errors():
             for line in answer:
@@ -191,7 +187,7 @@ class Api:
             try:
                 return _content_of(self._send(method, path, query, body))
             except ApiError as e:
-                limit = max(for_s, _THROTTLED_FOR_S) if e.was_turned_away else for_s
+                limit = max(for_s, _THROTTLED_FOR_S) if e.status == 429 else for_s  # 429: nothing was done
                 if not e.is_passing or time.monotonic() - began >= limit:
                     raise
                 pause = min(e.retry_s or _RETRY_S, _ANSWER_S)
@@ -237,7 +233,8 @@ class Api:
         except (LookupError, TypeError, ValueError):  # not the API's own
             message = f"{answer.status} {answer.reason}"
         after = answer.headers.get("Retry-After", "")
-        raise ApiError(answer.status, message, float(after) if after.isdecimal() else 0)
+        status = 429 if "be fulfilled on resourcequotas" in message else answer.status  # it counted others meanwhile
+        raise ApiError(status, message, float(after) if after.isdecimal() else 0)
 
 
 def _content_of(answer: Any) -> Object:
@@ -257,7 +254,7 @@ def _content_of(answer: Any) -> Object:
 
 def explain(api: Api, error: ApiError, doing: str) -> Problem:
     """Translate an error for the user; `doing` names the object or the job that it is about."""
-    status, message, namespace = error.status, error.message, f"cluster.namespace={api.namespace}"
+    status, message, namespace = error.status, str(error), f"cluster.namespace={api.namespace}"
     forbidden = message.partition("is forbidden: ")[2] or message
     patched = "cluster.pod_patch, labels, annotations, tolerations go to the cluster as given"
     is_unknown = status == 401 or "system:anonymous" in message  # the latter if a login plugin has failed

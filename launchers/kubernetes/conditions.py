@@ -99,9 +99,8 @@ def why_waiting(api: Api, root: Object, jobs: list[Object], pods: list[Object]) 
         if body["spec"].get("suspend"):
             return _why_queued(api, body)
     live = [pod for pod in pods if phase_of(pod) not in ("Succeeded", "Failed")]
-    for pod in live:
-        if why := _why_pod(api, pod, root):
-            return why
+    if why := next(filter(None, (_why_pod(api, pod, root) for pod in live)), ""):
+        return why
     pending = [pod["metadata"]["name"] for pod in live if phase_of(pod) == "Pending"]
     warnings = api.warnings("Pod") if pending else {}
     for name in pending:
@@ -131,8 +130,7 @@ def why_cut_off(api: Api, pods: list[Object]) -> str:
             return ""
         return next((line for line in reversed(lines) if CONNECTION in line), "")
 
-    nodes = [p for p in pods if role_of(p) == "trainer" and phase_of(p) == "Running"]
-    asked = nodes[:_ASKED]
+    asked = [p for p in pods if role_of(p) == "trainer" and phase_of(p) == "Running"][:_ASKED]
     for pod, line in zip(asked, at_once(last_line, asked), strict=True):
         _, no, told = line.partition(f"no {CONNECTION}")
         if no:

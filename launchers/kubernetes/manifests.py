@@ -78,10 +78,6 @@ class Workload:
     def group(self) -> str:
         return self.api_version.partition("/")[0]
 
-    @property
-    def resource(self) -> str:
-        return f"{self.kind.lower()}s"
-
 
 WORKLOADS = {
     "job": Workload("batch/v1", "Job", job_objects),

@@ -33,10 +33,10 @@ class _Mirror:
 
     def __init__(self, run: RunDir):
         self.run = run
-        known = read_json(run.mirrored)
-        self._offsets: dict[str, int] = known.get("offsets", {})  # file -> end of the last line copied
-        self._read_at: dict[str, float] = known.get("read_at", {})  # pod's uid -> seconds since 1970, cluster's clock
-        self._finished: list[str] = known.get("finished", [])  # uids of pods that have ended and were read to the end
+        self._position = {"offsets": {}, "read_at": {}, "finished": [], **read_json(run.mirrored)}
+        self._offsets: dict[str, int] = self._position["offsets"]  # file -> end of the last line copied
+        self._read_at: dict[str, float] = self._position["read_at"]  # pod's uid -> seconds since 1970, cluster's clock
+        self._finished: list[str] = self._position["finished"]  # uids of pods that have ended and were read to the end
 
     def pull(self, api: Api, pods: list[Object]) -> None:
         new = [pod for pod in pods if self._may_have_more(api, pod)]
@@ -45,7 +45,7 @@ class _Mirror:
             for pod, lines in zip(some, at_once(lambda pod, now=now: self._read(api, pod, now), some), strict=True):
                 if lines is not None:
                     self._take(pod, lines, now)
-        self._record()
+        write_json(self.run.mirrored, self._position)
 
     def _may_have_more(self, api: Api, pod: Object) -> bool:
         has_begun = own_state(pod).keys() & {"running", "terminated"}
@@ -68,11 +68,7 @@ class _Mirror:
         if "terminated" in own_state(pod):
             self._finished.append(uid)
         if any(copied):
-            self._record()
-
-    def _record(self) -> None:
-        position = {"offsets": self._offsets, "read_at": self._read_at, "finished": self._finished}
-        write_json(self.run.mirrored, position)
+            write_json(self.run.mirrored, self._position)
 
     def _copy(self, logged: str) -> bool:
         """Copy what a line publishes; return whether it is new."""

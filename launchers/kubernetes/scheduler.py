@@ -208,7 +208,11 @@ class KubernetesLauncher(Launcher):
         described: dict[str, Description | None] = {}
         for apps in namespaces.values():
             with apps[0].connected() as api:
-                described |= _describe_all(apps, api)
+                selector = apps[0].names.selector if len(apps) == 1 else ALL_APPS
+                pods, jobs = map(_by_app, at_once(lambda ask, what=selector: ask(what), (api.pods, api.jobs)))
+                for app in apps:
+                    name = app.names.app
+                    described[app.app_id] = _describe(app, api, jobs[name], pods[name])
         return [described[app_id] for app_id in app_ids]
 
     def end(self, app_id: str) -> Verdict | None:
@@ -257,7 +261,8 @@ def _prepare(job: Job) -> KubernetesRequest:
         api = connect(cluster)
         validate.validate_with_cluster(api, job, request.objects)
         request.namespace = api.namespace
-        request.node_labels = carried_labels(api, job.config) if job.config.cluster.topology is None else {}
+        if job.config.cluster.topology is None:
+            request.node_labels = carried_labels(api, job.config)
     return request
 
 
@@ -270,13 +275,6 @@ def _to_yaml(objects: Sequence[Object]) -> str:
     without_shared_parts = json.loads(json.dumps(objects))  # YAML would render them as anchors and aliases
     dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
     return str(yaml.dump_all(without_shared_parts, Dumper=dumper, sort_keys=False, width=120))
-
-
-def _describe_all(apps: Sequence[_App], api: Api) -> dict[str, Description | None]:
-    """Describe apps of one namespace."""
-    selector = apps[0].names.selector if len(apps) == 1 else ALL_APPS
-    pods, jobs = map(_by_app, at_once(lambda ask: ask(selector), (api.pods, api.jobs)))
-    return {app.app_id: _describe(app, api, jobs[app.names.app], pods[app.names.app]) for app in apps}
 
 
 def _by_app(objects: list[Object]) -> dict[str, list[Object]]:

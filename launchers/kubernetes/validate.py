@@ -99,7 +99,7 @@ def needed_permissions(workload: str) -> list[tuple[str, str, str]]:
     """Return (verb, API group, resource) of everything that submitting, following and cancelling needs."""
     root = WORKLOADS[workload]
     core = [(verb, "", resource) for verb, resources in _NEEDED.items() for resource in resources]
-    own = [(verb, root.group, root.resource) for verb in ("create", "get", "patch", "delete")]
+    own = [(verb, root.group, f"{root.kind.lower()}s") for verb in ("create", "get", "patch", "delete")]
     return [*core, ("list", "batch", "jobs"), *own]
 
 
@@ -123,7 +123,7 @@ def wrong_keys(config: JobConfig) -> Iterator[Problem]:
     if not cluster.mount_path.startswith("/"):
         yield Problem(f"cluster.mount_path={cluster.mount_path}", "must be absolute", "/runs")
     for key in ("cpus", "memory", "shm"):
-        if (value := getattr(cluster, key)) is not None and not _QUANTITY.fullmatch(value):
+        if not _QUANTITY.fullmatch(value := getattr(cluster, key) or "0"):
             yield Problem(f"cluster.{key}={value}", "is not a quantity of Kubernetes", "500m, 16Gi")
     for variable, reference in cluster.secret_env.items():
         if reference.count("/") != 1:
@@ -184,7 +184,7 @@ def _not_admitted(api: Api, objects: Sequence[Object]) -> Iterator[Problem]:
         if refusal is None:
             continue
         name = body["metadata"]["name"]
-        words = refusal.message.replace(name, "")
+        words = str(refusal).replace(name, "")
         if words in said or not _is_final(body, words):
             continue
         said.add(words)

@@ -146,7 +146,7 @@ def test_a_queued_job_is_started_or_withdrawn_once(tmp_path: Path, monkeypatch: 
     queue.serve(waiting.folder)
     gpus = {name: staged(run)["gpus"] for name, run in runs.items()}
     assert gpus == {"a": ["3"], "b": ["5"], "broken": ["3"], "killed": ["0"], "gone": ["0"]}
-    assert launcher.alive == {"killed", "a", "b"} and not any(job.is_queued for job in jobs)
+    assert launcher.alive == {"killed", "a", "b"} and not any(queue.queue_of(job.run, job.app_id) for job in jobs)
     verdict = Verdict.read(runs["broken"], 0)
     assert verdict is not None and verdict.reason == "could not be started: no such image"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def test_a_cancel_of_what_has_ended_removes_what_no_supervisor_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, app_id: str, keep: bool, left: int
 ) -> None:
     daemon = Daemon(coordinator=False, node_0=False)
-    monkeypatch.setattr(containers, "connect", lambda: daemon)
+    monkeypatch.setattr(containers, "connected", lambda: nullcontext(daemon))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     run, launcher = docker_run(tmp_path, f"cluster.keep={keep}"), DockerLauncher()
     launcher.remember(app_id, run)

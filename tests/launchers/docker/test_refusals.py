@@ -22,7 +22,7 @@ from docker.errors import DockerException
 
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.hydra import compose_job
-from fsdp_jobs.launchers.docker.containers import connect
+from fsdp_jobs.launchers.docker.containers import connected
 from fsdp_jobs.launchers.docker.validate import _gpus
 from tests.jobs import cli, environment, hear_ctrl_c
 from tests.launchers.docker.daemon import docker
@@ -112,8 +112,8 @@ def test_simulated_socket_without_permission(monkeypatch: pytest.MonkeyPatch) ->
         raise DockerException("Error while fetching server API version: PermissionError(13, 'Permission denied')")
 
     monkeypatch.setattr(sdk, "APIClient", refuse)
-    with pytest.raises(BadInput, match="usermod -aG docker"):
-        connect()
+    with pytest.raises(BadInput, match="usermod -aG docker"), connected():
+        pass
 
 
 def test_no_image_and_too_little_of_everything_at_once(docker_daemon: None, tmp_path: Path) -> None:
