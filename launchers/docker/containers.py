@@ -34,6 +34,7 @@ from fsdp_jobs.run.env import ADDRESS_ENV
 logger = logging.getLogger(__name__)
 
 RUN_LABEL = "fsdp_jobs.run.directory"
+_REMOVAL_S = 60.0  # of containers that another command removes at the same time
 _PORT = 29400  # in the job's own network: nothing is published
 
 
@@ -227,12 +228,13 @@ def containers_of(api: docker.APIClient, run: RunDir) -> dict[str, dict[str, Any
 
 def remove(api: docker.APIClient, run: RunDir) -> None:
     """Remove a run's containers, running or not, and its network; another command may do so at the same time."""
+    deadline = time.monotonic() + _REMOVAL_S
     while left := api.containers(all=True, filters=_labelled(run)):
         for container in left:
             try:
                 api.remove_container(container["Id"], force=True, v=True)
             except docker.errors.APIError as e:
-                if e.status_code not in (404, 409):  # it is gone, or going
+                if e.status_code not in (404, 409) or time.monotonic() > deadline:  # else it is gone, or going
                     raise
                 time.sleep(0.1)
     for network in api.networks(filters=_labelled(run)):

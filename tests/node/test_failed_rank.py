@@ -53,6 +53,7 @@ SPAWNED_SAYS = "ProcessRaisedException: -- Process 1 terminated with the followi
         ("ValueError: bad\nTraceback", "ValueError: bad"),
         ("ImportError: \n\nneeds sentencepiece\n", "ImportError: needs sentencepiece"),  # as transformers writes them
         ("KeyboardInterrupt: ", "KeyboardInterrupt"),
+        ("ValueError: \x1b[31mred\x1b[0m\x07", "ValueError: red"),
         ("FileNotFoundError: 'data/\udcff.bin'", "FileNotFoundError: 'data/?.bin'"),  # a name that is not UTF-8
     ],
 )
