@@ -120,6 +120,7 @@ def test_memory_is_damaged_emptied_and_lost(fabric: Fabric, tmp_path: Path, calm
             job.until_step(restart["step"] + 6)
         assert restart["place"] == "memory" and list(emptied.glob("*.data")), job.story()
 
+        job.until(lambda: job.events("checkpoint")[-1]["step"] > restart["step"], "a save in this round")
         done, pair = job.step(), ("node1", "node3")  # in network order, half of all nodes apart
         for node in pair:
             job.crash(node)
