@@ -20,6 +20,7 @@ from typing import Any
 from fsdp_jobs.run.beside import start_thread
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.events import append_line
+from fsdp_jobs.run.failure import CONTROL
 from fsdp_jobs.run.goodput import StepClock
 from fsdp_jobs.run.rank_state import RankState
 from fsdp_jobs.run.tail import newest_json_lines, size_of
@@ -29,7 +30,6 @@ _EVERY_S = 0.5  # between two reads of the log
 _MOST = 1 << 20  # bytes read at once
 _HIGHEST = 1 << 53  # steps are lower
 _LONGEST_LINE = 1 << 12  # bytes of a line that are parsed
-_COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _NUMBER = r"[-+]?\d{1,3}(?:,\d{3})+\.\d+|[-+]?\d+\.?\d*(?:e[-+]?\d+)?|[-+]?inf|nan"
 _NO_TRAINING = "".join(f"(?<!{word} )" for word in ("val", "eval", "test", "valid", "validation", "evaluation"))
 _LOSS = re.compile(
@@ -72,7 +72,7 @@ class Reader:
         return None
 
     def _read(self, line: str) -> Reading | None:
-        line = _COLOUR.sub("", line)
+        line = CONTROL.sub("", line)
         if self._pattern is not None:
             if (found := self._pattern.search(line)) is None:
                 return None

@@ -21,8 +21,10 @@ _OF_TORCH = re.compile(r"RuntimeError|\bDist\w*Error")
 
 _OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|can't allocate memory", re.IGNORECASE)
 
+# What is written for a terminal: colours, cursor movements, bells.
+CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0e-\x1f\x7f]")
+
 # A message with another process's traceback, and the error at its end.
-_CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0e-\x1f\x7f]")
 _RAISED_ELSEWHERE = re.compile(r"(?s:.*)Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*(?P<error>\S.*)")
 
 # Errors of the machine, not of the program.
@@ -57,7 +59,7 @@ def summary(message: str) -> str:
     That is one that reports a lost peer, the exception of another process whose traceback the message has, as of a
     DataLoader's worker, or the line that a colon announces. Control sequences are left out: they are for a terminal.
     """
-    message = _CONTROL.sub("", message)
+    message = CONTROL.sub("", message)
     lines = [line.strip() for line in message.splitlines() if line.strip()] or [""]
     raised = _RAISED_ELSEWHERE.match(message)
     rest = [raised["error"]] if raised else lines[1:2] if lines[0].endswith(":") else []

@@ -15,6 +15,8 @@ from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.state import State
 
+logger = logging.getLogger(__name__)
+
 _FILTERS = ("SQUEUE_", "SINFO_", "SACCT_", "SCONTROL_", "SCANCEL_")
 _VARIABLES = {  # sbatch's variables whose names differ from their options
     "array": "ARRAY_INX",
@@ -47,9 +49,6 @@ _STATES = {
     **dict.fromkeys(("FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"), State.FAILED),
     **dict.fromkeys(("OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE"), State.FAILED),
 }
-
-
-logger = logging.getLogger(__name__)
 
 
 class SlurmError(JobFailed):
