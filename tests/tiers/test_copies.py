@@ -62,3 +62,21 @@ def test_the_partner_of_a_new_round_gets_a_snapshot_however_often_the_one_before
     assert [*(partner.folder / "copies").glob("2-0-0.data")]
     for one in (sender, partner):
         one.close(is_over=True)
+
+
+@pytest.mark.integration
+def test_a_partner_whose_machine_no_longer_answers_holds_up_no_copy_of_the_next_round(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    run.token.parent.mkdir(parents=True)
+    run.token.write_text("secret")
+    (tmp_path / "b").mkdir()
+    sender, partner = _keeper(tmp_path / "b" / "sender", run), _keeper(tmp_path / "b" / "partner", run)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as silent, socket.create_connection(silent.getsockname()):
+        sender.begin_round(_round(1, partner=silent.getsockname()))  # its queue is full: nothing is answered
+        _snapshot(sender.folder, 1)
+        time.sleep(0.5)
+        sender.begin_round(_round(2, partner=("127.0.0.1", partner.port)))
+        slot = _snapshot(sender.folder, 2)
+        _until(slot.copied.exists, 6)
+    for one in (sender, partner):
+        one.close(is_over=True)

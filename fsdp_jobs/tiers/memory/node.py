@@ -44,6 +44,7 @@ from fsdp_jobs.tiers.memory.slots import (
 _THREADS = min(8, max(1, len(os.sched_getaffinity(0)) // 8))  # to seal with; the other cores are for the ranks
 _LOOK_S = 0.01  # between two checks for a new snapshot
 _LOOKS = 5  # after a change, because the next one may have the same time stamp
+_CONNECT_S = 3.0  # to wait for a connection: a dead machine refuses none, and the next round's partner waits
 _PATIENCE_S = 30.0  # to wait for a partner's answer
 _STRANGERS = 16  # most connections without proof at a time
 _REPEAT_S = 5.0  # most between two tries: less after few failures, or when a round begins
@@ -130,7 +131,7 @@ class Tier(tier.Tier):
             except Exception as e:  # whatever it is, the next try may succeed
                 self._disconnect()
                 failures += 1
-                if failures == 6:  # after about 6 s: not because the partner is lost, which would end the round
+                if failures == 6:  # after 6 s or more: not because the partner is lost, which would end the round
                     self._tell(f"node {self.node}'s snapshot is not with {self._partner}: {type(e).__name__}: {e}")
 
     def _tell(self, why: str) -> None:
@@ -190,7 +191,8 @@ class Tier(tier.Tier):
         if self._connection is not None and self._connection[0] == partner:
             return self._connection[1:]
         self._disconnect()
-        connection = socket.create_connection(partner, timeout=_PATIENCE_S)
+        connection = socket.create_connection(partner, timeout=_CONNECT_S)
+        connection.settimeout(_PATIENCE_S)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         lines = connection.makefile("rb")
         self._connection = partner, connection, lines
