@@ -145,9 +145,8 @@ def _make_debian(folder: Path) -> None:
     """A small Debian with Python, as an image."""
     if not docker("images", "--quiet", f"{_BASE}:debian"):
         tar = str(folder / "base.tar")
-        unused = [f"--dpkgopt=path-exclude=/usr/share/{part}/*" for part in ("doc", "locale", "man")]
         debian = ["bookworm", tar, "http://deb.debian.org/debian"]
-        command = ["mmdebstrap", "--quiet", "--variant=apt", "--include=python3,python3-venv", *unused, *debian]
+        command = ["mmdebstrap", "--quiet", "--variant=apt", "--include=python3,python3-venv", *debian]
         done = subprocess.run(command, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr[-3000:]
         docker("import", tar, f"{_BASE}:debian")
