@@ -44,8 +44,14 @@ def this_machine() -> str:
 
 
 def age_s() -> float:
-    """Return the age of this process in seconds."""
-    return time.time() - psutil.Process().create_time()
+    """Return the age of this process in seconds; psutil, which truncates the boot's time, is off by up to one."""
+    born_s = _start_ticks(os.getpid()) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - born_s
+
+
+def _start_ticks(pid: int) -> int:
+    """Return when a process started, in kernel ticks since the boot, which no clock changes. Linux only."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
 
 
 def has_signal(pid: int, which: str, number: int) -> bool:
@@ -208,10 +214,9 @@ def _holder(lock: Path) -> psutil.Process | None:
 
 
 def _started(process: psutil.Process) -> str:
-    """Return a mark that differs between processes of one id: the start in kernel ticks, which no clock changes."""
+    """Return a mark that differs between processes of one id."""
     try:
-        ticks = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19]
-        return f"{ticks} of {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
+        return f"{_start_ticks(process.pid)} of {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
     except FileNotFoundError:  # not Linux, or it has ended: then psutil raises
         return str(process.create_time())
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -52,3 +53,10 @@ def test_a_process_whose_id_was_another_ones_can_be_ended() -> None:
                 return
             now.kill()
     raise AssertionError("no process got the id of one that had ended")
+
+
+def test_the_age_of_a_process_is_known_to_a_hundredth_of_a_second() -> None:
+    began = time.monotonic()
+    command = [sys.executable, "-c", "from fsdp_jobs.run.processes import age_s; print(age_s())"]
+    age = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert 0.02 < age < time.monotonic() - began + 0.01
