@@ -24,11 +24,11 @@ from fsdp_jobs.submit.overview import RunSummary, goodput_of, state_of, summary_
 from fsdp_jobs.submit.submitted import job_of, named
 
 _REFRESH_S = 0.25
-_PLAIN_EVERY_S = 5.0  # between progress lines if stdout is not a terminal
+_PLAIN_EVERY_S = 5.0  # between progress lines where nothing can be redrawn
 
 
 class LiveView:
-    """Runs in the terminal, redrawn by each `show`; without a terminal, a plain line for each run that has changed."""
+    """Runs in the terminal, redrawn by each `show`; elsewhere, a plain line for each run that has changed."""
 
     def __init__(self, transient: bool = False):
         self._live = Live(console=console, auto_refresh=False, transient=transient, vertical_overflow="crop")
@@ -37,7 +37,7 @@ class LiveView:
         self._best_s = cache(RunDir.planned_interval_s)  # cached: reading a plan may take long
 
     def __enter__(self) -> LiveView:
-        if console.is_terminal:
+        if console.is_interactive:
             self._live.start()
         return self
 
@@ -46,7 +46,7 @@ class LiveView:
 
     def show(self, rows: Mapping[RunDir, RunSummary]) -> None:
         """Show the summaries of runs."""
-        if console.is_terminal:
+        if console.is_interactive:
             view = Table.grid()
             for run, row in rows.items():
                 view.add_row(progress(row))

@@ -26,6 +26,7 @@ from fsdp_jobs.config.terminal import console, print_json, say
 from fsdp_jobs.launchers.base import launcher_of
 from fsdp_jobs.plan.render import render
 from fsdp_jobs.plan.svg import to_svg
+from fsdp_jobs.run.beside import beside
 from fsdp_jobs.run.directory import write_atomic
 from fsdp_jobs.run.identity import check_may_act
 from fsdp_jobs.run.state import State
@@ -33,6 +34,7 @@ from fsdp_jobs.run.status import RunStatus
 from fsdp_jobs.run.table import counted
 from fsdp_jobs.run.verdict import EXIT_FAILED
 from fsdp_jobs.submit import submit as submission
+from fsdp_jobs.submit.stop import stop
 from fsdp_jobs.submit.submitted import activity_of, another_runs, describe, existing_run, kill, named, replace_lost
 from fsdp_jobs.submit.validate import composed, job_without_files
 
@@ -54,11 +56,7 @@ def submit(args: list[str]) -> int:
 
         overrides = overrides_in([a for a in args if a not in sweeping])
         _say_unused(overrides)
-        try:
-            return EXIT_FAILED if multirun(overrides) else 0
-        except KeyboardInterrupt:
-            say("the jobs continue; the same command waits for them again", "yellow")
-            return EXIT_FAILED
+        return EXIT_FAILED if multirun(overrides) else 0
     what = "with dry_run=true: what would be submitted, alone on stdout; yaml, for SLURM script"
     parser = ComposingParser("submit")
     parser.add_argument("--output", "-o", metavar="FORMAT", help=what)
@@ -102,10 +100,11 @@ def _submit(overrides: Sequence[str], output: str | None = None, as_json: bool =
     try:
         follower.follow(active)
     except KeyboardInterrupt:
-        say("saving a checkpoint, then stopping; Ctrl-C again stops at once", "yellow")
-        write_atomic(job.run.stop_request, "Ctrl-C")
+        say("Ctrl-C again stops at once, without a checkpoint", "yellow")
+        stopping = beside(lambda: stop([job.run]))
         try:
-            follower.follow(active)
+            follower.follow(lambda: not stopping.done())
+            stopping.result()
         except KeyboardInterrupt:
             kill([handle])
             follower.follow(lambda: False)

@@ -90,10 +90,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     verb = args.pop(0) if args and args[0] in VERBS else "submit"
     takes_script = verb in ("submit", "plan")
     own = next((i for i, a in enumerate(args) if a.endswith(".py")), len(args))  # the rest are the script's arguments
-    if args == ["--version"]:
-        print(f"fsdp_jobs {fsdp_jobs.__version__}")
-        return 0
     try:
+        if args == ["--version"]:
+            print(f"fsdp_jobs {fsdp_jobs.__version__}", flush=True)
+            return 0
         if takes_script and {"--help", "-h"} & {*args[:own]}:
             show_help()
             return 0

@@ -9,6 +9,7 @@ from fsdp_jobs.config.schema import plain_values
 from fsdp_jobs.config.terminal import say
 from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.state import State
+from fsdp_jobs.run.table import listed
 from fsdp_jobs.submit.submitted import check_own, describe, has_ended, kill
 
 
@@ -37,6 +38,9 @@ def stop(runs: Sequence[RunDir], now: bool = False) -> None:
     for run in running if not now else ():
         write_atomic(run.stop_request, "cancelled")
         deadlines[run] = time.monotonic() + plain_values(run.config)["elastic"]["stop_grace_s"]
+    if deadlines:
+        names = listed([run.name for run in deadlines], of="jobs")
+        say(f"{names}: asked to save a checkpoint and stop, also if this command ends", "yellow")
     while deadlines:
         said = describe(handles[run] for run in deadlines)
         for run, deadline in tuple(deadlines.items()):

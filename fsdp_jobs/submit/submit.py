@@ -20,6 +20,7 @@ from fsdp_jobs.config.errors import BadInput, JobFailed, Problem
 from fsdp_jobs.config.hydra import key_of, merge_overrides
 from fsdp_jobs.config.resolve import most_nodes, ranks_per_node
 from fsdp_jobs.config.schema import CustomModelConfig, HfConfig, JobConfig, dump_config
+from fsdp_jobs.config.terminal import say
 from fsdp_jobs.launchers.base import Job, Launcher, at_once, launcher_of, new_submission
 from fsdp_jobs.plan.plan import Plan, make_plan
 from fsdp_jobs.plan.shape_client import check_initial_weights, probe, run_probe
@@ -212,7 +213,9 @@ def submit(
             for group in grouped(jobs, lambda job: job.launcher.name).values():
                 ids = group[0].launcher.submit([job.request for job in group], parallelism, folder)
                 app_ids |= {job.run: app_id for job, app_id in zip(group, ids, strict=True)}
-        except BaseException:
+        except BaseException as e:
+            if isinstance(e, KeyboardInterrupt):
+                say("withdrawing what was submitted; after another Ctrl-C fsdp-jobs list shows what is left", "yellow")
             _withdraw(jobs, app_ids)
             for job, texts in zip(jobs, before, strict=True):
                 _write_all(job.run, texts)

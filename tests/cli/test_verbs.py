@@ -144,7 +144,7 @@ def test_help_cuts_no_word_in_a_narrow_terminal() -> None:
     assert shown.returncode == 0 and "…" not in shown.stdout
 
 
-@pytest.mark.parametrize("flag", ["--help", "--info", "--cfg=job"])
+@pytest.mark.parametrize("flag", ["--help", "--info", "--cfg=job", "--version"])
 def test_what_is_printed_ends_when_its_reader_has_read_enough(flag: str) -> None:
     read, write = os.pipe()
     os.close(read)

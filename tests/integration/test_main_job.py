@@ -178,7 +178,7 @@ def test_ctrl_c_of_an_attached_job_saves_and_stops(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=60)
         assert process.returncode == 0, output
-        assert "saving a checkpoint" in output and "c: stopped" in output and "fsdp-jobs resume c" in output
+        assert "asked to save a checkpoint" in output and "c: stopped" in output and "fsdp-jobs resume c" in output
         assert watched.wait().verdict == "preempted"
         newest = watched.events("checkpoint")[-1]["step"]
         assert newest == watched.step()

@@ -364,12 +364,12 @@ def test_logs_of_a_run_that_has_written_none_say_what_it_does(tmp_path: Path) ->
     assert "nothing is printed there; quiet is done: " in done.stderr
 
 
-def watch(folder: Path, *args: str) -> tuple[subprocess.Popen[bytes], int]:
+def watch(folder: Path, *args: str, **env: str) -> tuple[subprocess.Popen[bytes], int]:
     """`status --watch` in a terminal of its own; and the terminal."""
     terminal, inside = pty.openpty()
     argv = [sys.executable, "-m", "fsdp_jobs", "status", "--watch", *args]
     in_terminal = {"stdin": inside, "stdout": inside, "stderr": inside, "preexec_fn": hear_ctrl_c}
-    watching = subprocess.Popen(argv, cwd=folder, env=environment(folder), **in_terminal)  # type: ignore[call-overload]
+    watching = subprocess.Popen(argv, cwd=folder, env=environment(folder, **env), **in_terminal)  # type: ignore[call-overload]
     os.close(inside)
     return watching, terminal
 
@@ -403,12 +403,15 @@ def test_a_job_is_watched_to_its_end(tmp_path: Path) -> None:
         left.send_signal(signal.SIGINT)
         shown = read_all(terminal)  # nobody ends who cannot say the last of it
         assert left.wait(30) == 0, shown
+        dumb, of_dumb = watch(tmp_path, TERM="dumb")
         watching, terminal = watch(tmp_path)
         now = live.step()
         live.until_step(now + 20)
         assert cli(tmp_path, "cancel", "live").returncode == 0
         shown = read_all(terminal)
         assert watching.wait(30) == 0, shown
+        lines = read_all(of_dumb)  # of a terminal in which nothing can be redrawn
+        assert dumb.wait(30) == 0 and "\x1b" not in lines and lines.count("live  running  step") > 0, lines
     steps = [int(step.replace(",", "")) for step in re.findall(r"step ([\d,]+)/100,000", shown)]
     assert len(steps) > 1 and steps == sorted(steps) and steps[-1] >= now + 20
     assert "stopped" in shown

@@ -12,13 +12,17 @@ from typing import Any
 
 import pytest
 
+from fsdp_jobs.cli.follow import LiveView
 from fsdp_jobs.cli.main import main
 from fsdp_jobs.config.errors import BadInput, JobFailed
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.schema import dump_config
 from fsdp_jobs.control.placement import known_places
+from fsdp_jobs.launchers.base import Description
 from fsdp_jobs.launchers.local import LocalLauncher
 from fsdp_jobs.run.directory import RunDir, runs_in, write_atomic, write_json
+from fsdp_jobs.run.state import State
+from fsdp_jobs.run.verdict import WITHDRAWN, judge
 from fsdp_jobs.submit import submit as submission
 from fsdp_jobs.submit import submitted
 from tests.recorded import recorded_run
@@ -168,9 +172,47 @@ def test_of_a_job_whose_launcher_does_not_answer_nothing_is_said_that_has_not_ha
     run = recorded_run(tmp_path, "mute")
     write_json(run.job, {**run.read_job(), "handle": "silent://here/7"})
     write_atomic(run.config, dump_config(compose_job(["elastic.stop_grace_s=0"])))
-    for flags, told in ((["--now"], ""), ([], "mute has not stopped in time\n")):
+    asked = "mute: asked to save a checkpoint and stop, also if this command ends\n"
+    for flags, told in ((["--now"], ""), ([], f"{asked}mute has not stopped in time\n")):
         run.stop_request.unlink(missing_ok=True)
         assert main(["cancel", "mute", *flags, f"runs_dir={tmp_path}"]) == 1
         said = capsys.readouterr()
         assert (said.out, said.err) == (told, "scontrol did not answer within 60 s\n")
         assert run.stop_request.exists() is not bool(flags), "it is still asked to save and stop"
+
+
+@pytest.mark.timeout(60)
+def test_ctrl_c_cancels_an_attached_job_that_still_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, states, pressed = RunDir(tmp_path / "a"), [Description(State.QUEUED, "waits for nodes")], list[str]()
+
+    def press(*_: Any) -> None:
+        if not pressed:
+            pressed.append("Ctrl-C")
+            raise KeyboardInterrupt
+
+    def cancel(*_: Any) -> None:
+        states[0] = Description(State.STOPPED)
+        judge(run, WITHDRAWN)
+
+    monkeypatch.setattr(LocalLauncher, "submit", lambda *_: ["a-1"])
+    monkeypatch.setattr(LocalLauncher, "describe", lambda _, ids: states * len(ids))
+    monkeypatch.setattr(LocalLauncher, "cancel", cancel)
+    monkeypatch.setattr(LiveView, "show", press)
+    assert main(["name=a", f"runs_dir={tmp_path}", "nodes=1", "nproc_per_node=1"]) == 0
+    said = capsys.readouterr().out
+    assert "Ctrl-C again stops at once" in said and "a: stopped - cancelled while it waited" in said
+    assert "asked to save" not in said and not run.stop_request.exists()
+
+
+def test_ctrl_c_at_a_submission_says_that_it_is_withdrawn_and_where_to_see_what_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LocalLauncher, "submit", interrupt)
+    assert main(["name=a", f"runs_dir={tmp_path}", "nodes=1", "nproc_per_node=1"]) == 130
+    assert "withdrawing what was submitted; after another Ctrl-C fsdp-jobs list" in capsys.readouterr().out
+    assert not RunDir(tmp_path / "a").is_submitted

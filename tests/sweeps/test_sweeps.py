@@ -23,6 +23,7 @@ from fsdp_jobs.launchers.supervisor import staged
 from fsdp_jobs.observe.report import write_page
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.verdict import Verdict
+from fsdp_jobs.sweeps import jobs as sweeps_jobs
 from fsdp_jobs.sweeps.identity import canonical, name_for
 from fsdp_jobs.sweeps.jobs import last_value
 from fsdp_jobs.sweeps.table import Row, Sweep, sweeps_in
@@ -174,6 +175,23 @@ def test_a_bad_sweep_is_said_whole_and_leaves_nothing(
     assert main(["--multirun", *SMALL, *overrides]) == 2
     assert said in (shown := capsys.readouterr().err), shown
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("interrupted", ["submit", "wait"])
+def test_ctrl_c_says_that_jobs_continue_only_where_there_are_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], interrupted: str
+) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sweeps_jobs, "submit", lambda *_: None)
+    monkeypatch.setattr(sweeps_jobs, interrupted, interrupt)
+    has_jobs = interrupted == "wait"
+    assert main(["--multirun", *SMALL, "seed=1,2", "sweep.wait=true"]) == (1 if has_jobs else 130)
+    said = capsys.readouterr()
+    assert ("the jobs continue; the same command waits for them again" in said.err) is has_jobs, said
+    assert "the jobs continue" not in said.out
 
 
 def test_options_are_swept_by_a_pattern(tmp_path: Path) -> None:
