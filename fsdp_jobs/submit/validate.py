@@ -80,8 +80,14 @@ def check_existing_run(config: JobConfig, run: RunDir) -> None:
     if newest is not None and not config.is_program and config.steps < (done := step_of(newest)):
         what = f"run {run.name} is at step {done} already"
         raise BadInput.at(f"steps={config.steps}", what, f"steps above {done}")
+    if problems := retrained(config, run):
+        raise BadInput(problems)
+
+
+def retrained(config: JobConfig, run: RunDir) -> list[Problem]:
+    """List what a configuration would change in the training of an existing run."""
     if not run.config.exists() or config.allow_config_change:
-        return
+        return []
     before, now = training_values(load_config(run.config)), training_values(config)
     problems = [
         Problem(f"{key}={now.get(key)}", f"run {run.name} was trained with {before.get(key)}")
@@ -91,7 +97,8 @@ def check_existing_run(config: JobConfig, run: RunDir) -> None:
     if problems:
         what = "continues with the configuration it was started with"
         instead = "another name=..., or allow_config_change=true if you mean it"
-        raise BadInput([*problems, Problem(f"name={run.name}", what, instead)])
+        problems.append(Problem(f"name={run.name}", what, instead))
+    return problems
 
 
 def _sharding_problems(config: JobConfig) -> Iterator[Problem]:

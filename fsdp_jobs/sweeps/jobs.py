@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.run.record import JsonObject
 from fsdp_jobs.run.status import OVER
@@ -14,7 +15,7 @@ from fsdp_jobs.run.tail import newest_json_lines
 from fsdp_jobs.submit import submit as submission
 from fsdp_jobs.submit.overview import Overview
 from fsdp_jobs.submit.submitted import settle
-from fsdp_jobs.submit.validate import composed
+from fsdp_jobs.submit.validate import composed, retrained
 from fsdp_jobs.sweeps.table import NEW, Row, Sweep, find_sweep, sweeps_in
 
 _POLL_S = 1.0  # between looks at awaited jobs, at first and after one has ended
@@ -67,16 +68,20 @@ def to_do(sweep: Sweep, jobs: Sequence[Sequence[str]]) -> tuple[list[Row], dict[
     A job is done after all steps that its overrides set; a user's program is done when it has ended successfully.
 
     Raises:
-        BadInput: all overrides that do not fit.
+        BadInput: all overrides that do not fit, or would change jobs that are done or active.
     """
     rows = sweep.rows_for(jobs)
     configs = composed([sweep.overrides_of(row) for row in rows])
     refresh(sweep, sweep.jobs)
-    undone = {}
+    undone, problems = {}, list[Problem]()
     for row, config in zip(rows, configs, strict=True):
         is_done = row.state == "done" and (config.is_program or row.step >= config.steps)
-        if not is_done and not row.is_active:
+        if is_done or row.is_active:
+            problems += retrained(config, sweep.run_of(row))
+        else:
             undone[row.run] = config
+    if problems:
+        raise BadInput(problems)
     return rows, undone
 
 

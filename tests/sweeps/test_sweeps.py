@@ -21,7 +21,7 @@ from fsdp_jobs.launchers.local import LocalLauncher
 from fsdp_jobs.launchers.local_supervisor import LocalRequest
 from fsdp_jobs.launchers.supervisor import staged
 from fsdp_jobs.observe.report import write_page
-from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.sweeps import jobs as sweeps_jobs
 from fsdp_jobs.sweeps.identity import canonical, name_for
@@ -197,6 +197,21 @@ def test_ctrl_c_says_that_jobs_continue_only_where_there_are_jobs(
 def test_options_are_swept_by_a_pattern(tmp_path: Path) -> None:
     done = cli(tmp_path, "-m", "name=all", "fsdp=glob(*,exclude=*_schema)", *SMALL, "nodes=2", "dry_run=true")
     assert done.returncode == 0 and done.stdout.count("fsdp=") == 6, done
+
+
+def test_jobs_that_are_done_do_not_answer_for_another_setting_of_the_whole_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fixed = [*SMALL, "steps=20", "optim.lr=1e-4"]
+    for seed in (1, 2):
+        run = of_sweep(recorded_run(tmp_path / "runs", f"lr-00{seed - 1}"), "lr", [f"seed={seed}"], fixed)
+        write_atomic(run.config, dump_config(compose_job([*fixed, f"seed={seed}"])))
+    monkeypatch.chdir(tmp_path)
+    command = ["--multirun", "name=lr", "seed=1,2", *SMALL, "steps=20"]
+    assert main([*command, "optim.lr=0.0001"]) == 0 and "2  done" in capsys.readouterr().out
+    assert main([*command, "optim.lr=1e-2"]) == 2
+    said = capsys.readouterr()
+    assert "done" not in said.out and said.err.count("was trained with 0.0001") == 2, said
 
 
 def test_a_dry_run_shows_the_jobs_and_leaves_nothing(tmp_path: Path) -> None:
