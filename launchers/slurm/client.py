@@ -9,7 +9,7 @@ import re
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.run.directory import RunDir
@@ -230,7 +230,8 @@ def jobs(job_ids: Sequence[str]) -> list[QueuedJob | None]:
 def _accounted(job_ids: Sequence[str]) -> dict[str, QueuedJob | None]:
     """Return what accounting knows of these jobs, with one sacct; nothing without accounting.
 
-    None for a job of this user that has not ended there: squeue lists none, so accounting has missed its end.
+    A job of this user that has not ended there is asked for by its id: accounting may have missed its end, and some
+    sites answer squeue from a cache that lacks new jobs.
     """
     what = "JobID,State,Start,NodeList,UID,JobName,Comment"
     arrays = ",".join(dict.fromkeys(job_id.partition("_")[0] for job_id in job_ids))
@@ -244,8 +245,18 @@ def _accounted(job_ids: Sequence[str]) -> dict[str, QueuedJob | None]:
         job_id, state, start, nodes, uid, name, comment, *_ = [*line.split("|", 6), *[""] * 6]
         state = state.partition(" ")[0]  # "CANCELLED by 1000"
         job = QueuedJob(job_id, state, start=start, nodes=nodes, name=name, comment=comment)
-        found[job_id] = None if job.state.is_active and uid == str(os.getuid()) else job
+        found[job_id] = _controllers(job) if job.state.is_active and uid == str(os.getuid()) else job
     return found
+
+
+def _controllers(job: QueuedJob) -> QueuedJob | None:
+    """Return a job with its state by the controller; None if the controller has no such job."""
+    try:
+        text = recent("scontrol", "show", "job", job.id, max_age_s=_ACCOUNTING_AGE_S, timeout_s=LOOK_S)
+    except SlurmError:
+        return None
+    state = re.search(r"JobState=(\w+)", text)
+    return replace(job, slurm_state=state[1]) if state is not None else None
 
 
 @dataclass
@@ -313,7 +324,7 @@ def site_chooses() -> bool:
 
 def gpus_in(gres: str) -> int:
     """Return the number of GPUs, of all types, in a node's resources: `gpu:a100:4(S:0-1),nvme:1`; 0 for `(null)`."""
-    return sum(map(int, re.findall(r"\bgpu:(?:[^:,()]+:)?(\d+)", gres)))
+    return sum(map(int, re.findall(r"\bgpu:(?:[^:,()]+:)?(\d+)(?=[,(]|$)", gres)))
 
 
 def seconds(time: str) -> float:

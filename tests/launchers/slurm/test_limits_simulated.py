@@ -186,6 +186,7 @@ def test_partitions_of_large_and_mixed_nodes_are_read(site: Site) -> None:
     client.forget()
     site.sinfo("p|2|8|gpu:h100:8(S:0-1),nvme:1|1|1:00|x|n/a|1-2|n[1-4]", "p|2|8|gpu:t4:1|1|1:00|x|n/a|1-2|n[1-4]")
     assert client.gpus_in(client.partitions()[0].gres) == 8, "those of its largest nodes"
+    assert [client.gpus_in(f"gpu:{kind}") for kind in ("1g.10gb:7(S:0)", "7g.80gb", "h100", "2")] == [7, 0, 0, 2]
 
 
 @pytest.mark.parametrize(

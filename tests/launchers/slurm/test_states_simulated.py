@@ -121,6 +121,18 @@ def test_accounting_that_has_missed_a_jobs_end_does_not_keep_it_alive(slurm: Pat
     assert (state("7"), state("8")) == (State.DONE, State.RUNNING)
 
 
+def test_a_new_job_that_a_squeue_with_a_cache_does_not_list_yet_has_not_ended(slurm: Path) -> None:
+    """Or its command would leave it, and `resume` submit a second one."""
+    say(slurm, "sacct", queue(f"7|PENDING|Unknown|None assigned|{os.getuid()}|a|"))
+    say(
+        slurm,
+        "scontrol",
+        'case "$*" in "show job 7") echo " JobState=PENDING Reason=Priority";; *) echo "ClusterName = lab"; esac',
+    )
+    known_run(slurm, "7", None)
+    assert state("7") is State.QUEUED
+
+
 def test_accounting_is_asked_once_for_all_forgotten_jobs(slurm: Path) -> None:
     """It may be slow: with a question for each job, a look at a colleague's 30 jobs took minutes."""
     say(slurm, "sacct", queue("motd: be quick", "7|COMPLETED|t|node1", "9_1|FAILED|t|node2"))
