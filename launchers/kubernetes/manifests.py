@@ -9,7 +9,7 @@ from pathlib import Path
 from fsdp_jobs.config.resolve import node_range
 from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.kubernetes.labels import NODE, QUEUE, RUN, Names, job_files
-from fsdp_jobs.launchers.kubernetes.pods import cluster_of, coordinator_pod, node_pod
+from fsdp_jobs.launchers.kubernetes.pods import cluster_of, coordinator_pod, names_of, node_pod
 from fsdp_jobs.launchers.kubernetes.skeletons import Object, fill, without_nulls
 
 _INDEX = "$(JOB_COMPLETION_INDEX)"  # the kubelet puts the pod's number here
@@ -17,53 +17,54 @@ _MIN_PARALLELISM = "kueue.x-k8s.io/job-min-parallelism"
 _COMPLETIONS_FOLLOW = "kueue.x-k8s.io/job-completions-equal-parallelism"
 
 
-def job_objects(job: Job, names: Names) -> list[Object]:
+def job_objects(job: Job) -> list[Object]:
     """Translate for `workload=job`: two Jobs and a headless Service."""
     low, high = node_range(job.config.nodes)
-    queue = cluster_of(job.config).queue
+    queue, names = cluster_of(job.config).queue, names_of(job)
     elastic = {_MIN_PARALLELISM: str(low), _COMPLETIONS_FOLLOW: "true"} if queue is not None and low < high else {}
-    coordinator, node = coordinator_pod(job, names), node_pod(job, names, f"{names.app}-0.{names.app}", _INDEX)
+    coordinator, node = coordinator_pod(job), node_pod(job, f"{names.app}-0.{names.app}", _INDEX)
     for template in (coordinator, node):
         template["spec"]["subdomain"] = names.app
-    metadata = _metadata(job, names, names.app, queue)
+    metadata = _metadata(job, names.app, queue)
     root = fill("job_coordinator", metadata=metadata, template=coordinator, suspend=True, keep_s=_keep_s(job))
-    service = fill("service", metadata=_metadata(job, names, names.app), labels=names.labels)
-    metadata = _metadata(job, names, names.nodes, queue, **elastic)
+    service = fill("service", metadata=_metadata(job, names.app), labels=names.labels)
+    metadata = _metadata(job, names.nodes, queue, **elastic)
     return [root, service, _nodes(job, node, metadata=metadata, suspend=queue is not None or None)]
 
 
-def jobset_objects(job: Job, names: Names) -> list[Object]:
+def jobset_objects(job: Job) -> list[Object]:
     """Translate for `workload=jobset`: one JobSet, which is suspended as a whole and brings its own Service."""
+    names = names_of(job)
     return [
         fill(
             "jobset",
-            metadata=_metadata(job, names, names.app, cluster_of(job.config).queue),
+            metadata=_metadata(job, names.app, cluster_of(job.config).queue),
             labels=names.labels,
             keep_s=_keep_s(job),
-            coordinator=fill("job_coordinator", template=coordinator_pod(job, names))["spec"],
-            nodes=_nodes(job, node_pod(job, names, _in_gang(names), _INDEX))["spec"],
+            coordinator=fill("job_coordinator", template=coordinator_pod(job))["spec"],
+            nodes=_nodes(job, node_pod(job, _in_gang(names), _INDEX))["spec"],
         )
     ]
 
 
-def volcano_objects(job: Job, names: Names) -> list[Object]:
+def volcano_objects(job: Job) -> list[Object]:
     """Translate for `workload=volcano`: TorchX's job with these pods, a gang of the minimum of nodes."""
     from torchx.schedulers.kubernetes_scheduler import app_to_resource  # also imports Docker's library
 
-    cluster = cluster_of(job.config)
+    cluster, names = cluster_of(job.config), names_of(job)
     made = app_to_resource(job.app, cluster.queue or "default", cluster.service_account, cluster.priority_class)
     tasks: list[Object] = []
     for task in made["spec"]["tasks"]:
         role, _, replica = task["name"].rpartition("-")
         if role == "coordinator":
-            template = coordinator_pod(job, names)
+            template = coordinator_pod(job)
         else:
-            template = node_pod(job, names, _in_gang(names), replica)
+            template = node_pod(job, _in_gang(names), replica)
             template["metadata"]["labels"][NODE] = replica
         tasks.append({**task, "template": template, **fill("volcano_tasks")[role]})
     low = sum(task.get("minAvailable", 1) for task in tasks)
     spec = {**made["spec"], "tasks": tasks, "minAvailable": low, "ttlSecondsAfterFinished": _keep_s(job)}
-    return [without_nulls({**made, "metadata": _metadata(job, names, names.app), "spec": spec})]
+    return [without_nulls({**made, "metadata": _metadata(job, names.app), "spec": spec})]
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Workload:
 
     api_version: str
     kind: str
-    objects: Callable[[Job, Names], list[Object]]
+    objects: Callable[[Job], list[Object]]
 
     @property
     def group(self) -> str:
@@ -86,9 +87,9 @@ WORKLOADS = {
 }
 
 
-def files_objects(job: Job, names: Names, files: Mapping[Path, str | None] | None = None) -> list[Object]:
+def files_objects(job: Job, files: Mapping[Path, str | None] | None = None) -> list[Object]:
     """Translate files of the run directory, or path -> text: a ConfigMap, and a Secret with the job's token."""
-    metadata, run = _metadata(job, names, names.files), job.run
+    metadata, run = _metadata(job, names_of(job).files), job.run
     files = files or {f: f.read_text() for f in (*job_files(run), run.token) if f.exists()}
     shown = {f.name: files[f] for f in job_files(run) if files.get(f)}
     secret = {run.token.name: files[run.token]}
@@ -102,11 +103,15 @@ def owned_by(root: Object, body: Object) -> Object:
     return {**body, "metadata": {**body["metadata"], "ownerReferences": [owner]}}
 
 
-def _metadata(job: Job, names: Names, name: str, queue: str | None = None, **annotations: str) -> Object:
+def _metadata(job: Job, name: str, queue: str | None = None, **annotations: str) -> Object:
     """Return an object's metadata; `queue` is the Kueue queue that admits it."""
     cluster = cluster_of(job.config)
-    where = {"name": name, "namespace": cluster.namespace, "labels": {**cluster.labels, **names.labels, QUEUE: queue}}
-    return {**where, "annotations": {**cluster.annotations, RUN: job.run.name, **annotations}}
+    return {
+        "name": name,
+        "namespace": cluster.namespace,
+        "labels": {**cluster.labels, **names_of(job).labels, QUEUE: queue},
+        "annotations": {**cluster.annotations, RUN: job.run.name, **annotations},
+    }
 
 
 def _in_gang(names: Names) -> str:

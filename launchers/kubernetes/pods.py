@@ -12,12 +12,13 @@ from fsdp_jobs.config.clusters import KubernetesClusterConfig
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.app import RUN_DIR_KEY, arguments
 from fsdp_jobs.launchers.base import Job
-from fsdp_jobs.launchers.kubernetes.labels import APP, COORDINATOR_PORT, ROLE, Names
+from fsdp_jobs.launchers.kubernetes.labels import APP, COORDINATOR_PORT, ROLE, Names, app_of
 from fsdp_jobs.launchers.kubernetes.skeletons import Object, fill, merge
 from fsdp_jobs.run.env import ADDRESS_ENV, HOST_ENV
 from fsdp_jobs.run.goodput import slowest_save_s
 
 _LEAVE_S = 15.0  # after the save: the verdict, and the processes' ends
+_PROGRAM = "fsdp_jobs.launchers.kubernetes.pod"
 _KUEUE_TOPOLOGY = "kueue.x-k8s.io/podset-preferred-topology"
 
 
@@ -27,17 +28,21 @@ def cluster_of(config: JobConfig) -> KubernetesClusterConfig:
     return config.cluster
 
 
-def node_pod(job: Job, names: Names, coordinator: str, node: str) -> Object:
+def names_of(job: Job) -> Names:
+    """Return the names of a job's objects."""
+    return Names(app_of(job.run.name, job.submission))
+
+
+def node_pod(job: Job, coordinator: str, node: str) -> Object:
     """Translate the trainer's role into the template of a node's pod.
 
     Args:
         job: what is submitted.
-        names: of its objects.
         coordinator: host under which pods reach the coordinator.
         node: number of the node, or the placeholder that the kubelet replaces: `$(JOB_COMPLETION_INDEX)`.
     """
     cluster, role = cluster_of(job.config), job.role("trainer")
-    siblings = {"matchLabels": {APP: names.app, ROLE: "trainer"}}
+    siblings = {"matchLabels": {APP: names_of(job).app, ROLE: "trainer"}}
     own = fill(
         "pod_trainer",
         amounts=_amounts(cluster, role),
@@ -47,38 +52,37 @@ def node_pod(job: Job, names: Names, coordinator: str, node: str) -> Object:
         affinity=_affinity(cluster, siblings, sorted(job.run.excluded_hosts())) or None,
     )
     env = {ADDRESS_ENV: _field("status.podIP"), HOST_ENV: _field("spec.nodeName"), **_user_env(cluster)}
-    part = ["node", names.app, _run_dir(job), f"{coordinator}:{COORDINATOR_PORT}"]
-    template = _pod(job, names, role, [*part, "--", *_command(job, role, node)], env, own)
+    template = _pod(job, role, ["node", f"{coordinator}:{COORDINATOR_PORT}"], node, env, own)
     if cluster.queue is not None and cluster.leaf_label and cluster.workload != "volcano":
         template["metadata"]["annotations"][_KUEUE_TOPOLOGY] = cluster.leaf_label
     return template
 
 
-def coordinator_pod(job: Job, names: Names) -> Object:
+def coordinator_pod(job: Job) -> Object:
     """Translate the coordinator's role into the template of its pod."""
     cluster, role = cluster_of(job.config), job.role("coordinator")
     memory = f"{2 * role.resource.memMB}Mi"  # the process, and the one that restarts it
     webhook = (job.config.notify.webhook or "").removeprefix("env:")  # the coordinator sends notifications
     env = {name: value for name, value in _user_env(cluster).items() if name == webhook or name in cluster.env}
-    part = ["coordinator", names.app, _run_dir(job), str(COORDINATOR_PORT), "--", *_command(job, role)]
-    return _pod(job, names, role, part, env, fill("pod_coordinator", memory=memory, files=names.files))
+    own = fill("pod_coordinator", memory=memory, files=names_of(job).files)
+    return _pod(job, role, ["coordinator", str(COORDINATOR_PORT)], "0", env, own)
 
 
-def _run_dir(job: Job) -> str:
-    """Return the run directory's path in the pods."""
-    return f"{cluster_of(job.config).mount_path.rstrip('/')}/{job.run.name}"
+def _pod(job: Job, role: Role, part: list[str], node: str, env: Mapping[str, Object], own: Object) -> Object:
+    """Fill the skeleton `pod` and merge what its role adds to it; `cluster.pod_patch` comes last.
 
-
-def _pod(job: Job, names: Names, role: Role, arguments: list[str], env: Mapping[str, Object], own: Object) -> Object:
-    """Fill the skeleton `pod` and merge what its role adds to it; `cluster.pod_patch` comes last."""
-    cluster = cluster_of(job.config)
+    `part` is what the pod's program does, and its address; the role's own command follows, with the pods' paths.
+    """
+    cluster, names = cluster_of(job.config), names_of(job)
+    here, there = job.app.metadata[RUN_DIR_KEY], f"{cluster.mount_path.rstrip('/')}/{job.run.name}"
+    command = (there if a == here else a for a in arguments(role, node))
     save_s = max(job.config.elastic.stop_grace_s, 2 * slowest_save_s(job.run))
     specific = {
         "role": role.name,
         "labels": {**cluster.labels, **names.labels, ROLE: role.name},
         "grace_s": math.ceil(save_s + _LEAVE_S),  # from SIGTERM to SIGKILL
         "fs_group_policy": None if cluster.fs_group is None else "OnRootMismatch",
-        "command": ["python", "-m", "fsdp_jobs.launchers.kubernetes.pod", *arguments],
+        "command": ["python", "-m", _PROGRAM, part[0], names.app, there, part[1], "--", "python", *command],
         "env": [{"name": k, **v} for k, v in {**_values({**role.env, "HOME": "/tmp"}), **env}.items()],
         "pull_secrets": [{"name": name} for name in cluster.image_pull_secrets] or None,
     }
@@ -123,12 +127,6 @@ def _affinity(cluster: KubernetesClusterConfig, siblings: Object, excluded: list
         terms = {"nodeSelectorTerms": [{"matchFields": fields}]}
         affinity["nodeAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": terms}
     return affinity
-
-
-def _command(job: Job, role: Role, replica_id: str = "0") -> list[str]:
-    """Return the role's own command with the pods' paths."""
-    here, there = job.app.metadata[RUN_DIR_KEY], _run_dir(job)
-    return ["python", *(there if a == here else a for a in arguments(role, replica_id))]
 
 
 def _values(env: Mapping[str, str]) -> dict[str, Object]:

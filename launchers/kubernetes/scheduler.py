@@ -35,7 +35,7 @@ from fsdp_jobs.launchers.kubernetes.labels import (
 from fsdp_jobs.launchers.kubernetes.login import NoKubeconfig, connect
 from fsdp_jobs.launchers.kubernetes.machines import carried_labels, topology_labels
 from fsdp_jobs.launchers.kubernetes.manifests import WORKLOADS, files_objects, owned_by
-from fsdp_jobs.launchers.kubernetes.pods import cluster_of
+from fsdp_jobs.launchers.kubernetes.pods import cluster_of, names_of
 from fsdp_jobs.launchers.kubernetes.skeletons import Object, merge
 from fsdp_jobs.plan.sources import from_kubernetes
 from fsdp_jobs.plan.topology import Topology
@@ -53,7 +53,6 @@ class KubernetesRequest:
     """The objects to submit, the one that owns the others first."""
 
     namespace: str
-    names: Names
     objects: list[Object]
     job: Job
     node_labels: dict[str, dict[str, str]] = field(default_factory=dict)  # of machines; pods may not read them
@@ -134,7 +133,7 @@ class KubernetesLauncher(Launcher):
             files = {**files, job.run.node_labels: json.dumps(request.node_labels)}
         if root["spec"].get("suspend"):
             root = merge(root, {"spec": {"suspend": cluster_of(job.config).queue is not None}})
-        return _to_yaml([*files_objects(job, request.names, files), root, *owned])
+        return _to_yaml([*files_objects(job, files), root, *owned])
 
     def prepare(self, jobs: Sequence[Job]) -> list[KubernetesRequest]:
         return prepare_each(jobs, lambda job: validate.wrong_keys(job.config), _prepare)
@@ -150,7 +149,7 @@ class KubernetesLauncher(Launcher):
     def _create(self, request: KubernetesRequest) -> str:
         """Create a job's objects and return its app id."""
         job, (root, *owned) = request.job, request.objects
-        cluster, app_id = cluster_of(job.config), f"{request.namespace}:{request.names.app}"
+        cluster, app_id = cluster_of(job.config), f"{request.namespace}:{names_of(job).app}"
         api = connect(cluster)
         job.run.node_labels.unlink(missing_ok=True)  # of an earlier submission
         job.run.left.touch()
@@ -158,7 +157,7 @@ class KubernetesLauncher(Launcher):
             write_atomic(job.run.node_labels, json.dumps(request.node_labels))
         try:
             owner = {**root, "metadata": api.create(root)["metadata"]}
-            owned = [owned_by(owner, body) for body in (*files_objects(job, request.names), *owned)]
+            owned = [owned_by(owner, body) for body in (*files_objects(job), *owned)]
             at_once(api.create, [body for body in owned if body["kind"] != "Job"])
             if not _is_queued(owner) and root["spec"].get("suspend"):
                 api.patch(root, {"spec": {"suspend": False}})  # before the nodes take all machines
@@ -255,8 +254,7 @@ create_scheduler = KubernetesLauncher.scheduler
 
 def _prepare(job: Job) -> KubernetesRequest:
     cluster = cluster_of(job.config)
-    names = Names(app_of(job.run.name, job.submission))
-    request = KubernetesRequest("", names, WORKLOADS[cluster.workload].objects(job, names), job)
+    request = KubernetesRequest("", WORKLOADS[cluster.workload].objects(job), job)
     if not job.away:
         api = connect(cluster)
         validate.validate_with_cluster(api, job, request.objects)

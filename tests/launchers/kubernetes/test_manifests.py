@@ -18,7 +18,7 @@ import yaml
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.kubernetes import labels
-from fsdp_jobs.launchers.kubernetes.labels import Names, app_of
+from fsdp_jobs.launchers.kubernetes.labels import app_of
 from fsdp_jobs.launchers.kubernetes.manifests import WORKLOADS, files_objects, owned_by
 from fsdp_jobs.launchers.kubernetes.scheduler import KubernetesRequest
 from fsdp_jobs.launchers.kubernetes.skeletons import fill, merge
@@ -65,13 +65,13 @@ CASES: dict[str, tuple[str, ...]] = {
 def objects_of(case: str, run: RunDir) -> list[dict[str, Any]]:
     config = compose_job([*COMMON, *CASES[case], "name=pretrain"])
     job = Job(config, run, make_plan(config), submission="250101120000-abc123")
-    return WORKLOADS[config.cluster.workload].objects(job, Names("pretrain-abc123"))  # type: ignore[attr-defined]
+    return WORKLOADS[config.cluster.workload].objects(job)  # type: ignore[attr-defined]
 
 
 @cache
 def render(case: str) -> str:
     run = RunDir("/home/me/runs/pretrain")
-    return str(KubernetesRequest("team", Names("pretrain-abc123"), objects_of(case, run), None))  # type: ignore[arg-type]
+    return str(KubernetesRequest("team", objects_of(case, run), None))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -82,7 +82,7 @@ def test_what_is_submitted_is_as_it_was_reviewed(case: str) -> None:
 def test_without_a_group_nothing_is_said_of_one() -> None:
     config = compose_job([*COMMON, "cluster.fs_group=null", "name=pretrain"])
     job = Job(config, RunDir("/home/me/runs/pretrain"), make_plan(config))
-    assert "fsGroup" not in str(WORKLOADS["job"].objects(job, Names("pretrain-abc123")))
+    assert "fsGroup" not in str(WORKLOADS["job"].objects(job))
 
 
 @pytest.mark.parametrize("minor", NEWEST)
@@ -100,7 +100,7 @@ def test_official_schemas_take_what_carries_the_files(tmp_path: Path, minor: str
         write_atomic(file, "x")
     root = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "pretrain-abc123", "uid": "u"}}
     job = Job(config, run, make_plan(config))
-    for body in files_objects(job, Names("pretrain-abc123")):
+    for body in files_objects(job):
         kubernetes_validate.validate(owned_by(root, body), minor, strict=True)
 
 
