@@ -16,7 +16,7 @@ from fsdp_jobs.config.terminal import console, say
 from fsdp_jobs.plan.plan import Plan
 from fsdp_jobs.run.directory import RunDir, rank_logs
 from fsdp_jobs.run.failure import reports_lost_peer
-from fsdp_jobs.run.status import ENDED, RunStatus
+from fsdp_jobs.run.status import RunStatus
 from fsdp_jobs.run.table import counted
 from fsdp_jobs.run.tail import Logs, looks_like_error, rank_of
 from fsdp_jobs.run.verdict import FINAL_ERRORS, Verdict
@@ -101,22 +101,15 @@ class Follower:
         """Show the run until it has ended or is no longer active. KeyboardInterrupt is not caught."""
         job = self.status.run.read_job()
         with LiveView(transient=True) as view:
-            while not self._turn(active):
+            while True:
+                is_active = active()  # asked before the last of the news is read
+                self._show_news()
+                if self.status.ended or not is_active:
+                    break
                 view.show({self.status.run: summary_of(self.status, job, None)})
                 time.sleep(_REFRESH_S)
-
-    def _turn(self, active: Callable[[], bool]) -> bool:
-        """Show new events and output; return whether the run is over."""
-        self._show_news()
-        if not self.status.ended and active():
-            return False
-        self._show_news()
         if not self.status.ended:
-            state, reason = state_of(self.status, job_of(self.status.run))
-            is_over = state in ENDED
-            self.status.state = state if is_over else "failed"
-            self.status.reason = reason if is_over else "its launcher has no such job any more"
-        return True
+            self.status.state, self.status.reason = state_of(self.status, job_of(self.status.run))
 
     def _show_news(self) -> None:
         for event in self.status.update():
