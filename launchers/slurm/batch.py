@@ -69,7 +69,7 @@ class Batch(Attempt):
         self.env = {**with_environment(commands.env), **names}
         for name in _NOT_OF_STEPS:
             self.env.pop(name, None)
-        self.companions = Companions(run, commands, self.env, self.number, self.job_id)
+        self.companions = Companions(run, commands, self.env, self.number)
         self.stop_signal = stop_signal
         self.bad_hosts: list[str] = []  # hosts on which no agent stays alive
         self._signalled_at = self._asked_at = 0.0

@@ -53,7 +53,6 @@ class Companions:
     commands: Commands
     env: dict[str, str]
     attempt: int
-    job_id: str
     jobs: dict[int, str] = field(default_factory=dict)
     tries: Counter[int] = field(default_factory=Counter)
 
@@ -85,7 +84,7 @@ class Companions:
 
     def _submit(self, node: int) -> str:
         program = [sys.executable, "-m", "fsdp_jobs.launchers.slurm.companions", "node"]
-        script = f"#!/bin/bash\nexec {shlex.join([*program, str(self.run.path), str(node), self.job_id])}\n"
+        script = f"#!/bin/bash\nexec {shlex.join([*program, str(self.run.path), str(node), self.commands.job_id])}\n"
         folder = self.run.node(self.attempt, node)
         folder.mkdir(parents=True, exist_ok=True)
         output = str(folder).replace("%", "%%") + "/companion-%j.out"
@@ -153,8 +152,9 @@ def reachable(address: str) -> bool:
     return True
 
 
-def guard(run: RunDir, attempt: int, job_id: str, coordinator: str) -> None:
+def guard(run: RunDir) -> None:
     """Wait for the verdict on the attempt; if the job's first node is lost before, requeue the job."""
+    attempt, job_id, coordinator = int(os.environ[ATTEMPT_ENV]), Commands.read(run).job_id, os.environ[COORDINATOR_ENV]
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # these signals are meant for the ranks
     seen_at = time.monotonic()
@@ -181,5 +181,4 @@ if __name__ == "__main__":
     role, directory, *more = sys.argv[1:]
     if role == "node":
         sys.exit(fill_in(RunDir(directory), int(more[0]), more[1]))
-    run = RunDir(directory)
-    guard(run, int(os.environ[ATTEMPT_ENV]), Commands.read(run).job_id, os.environ[COORDINATOR_ENV])
+    guard(RunDir(directory))

@@ -186,8 +186,7 @@ class Script:
         return self._text(name, tag, after, [array, output], '"$run"', resolve)
 
     def _text(self, name: str, tag: str, after: str, own: Sequence[str], run_dir: str, *first: str) -> str:
-        waits = [o.partition("=")[2] for o in self.extra if o.startswith("--dependency=")]
-        waits = [f"afterany:{after}", *waits] if after else waits
+        waits = [f"afterany:{after}", *(o.partition("=")[2] for o in self.extra if o.startswith("--dependency="))]
         comments = [o for o in (*self.resources, *self.extra) if o.startswith("--comment=")]
         options = [
             f"--job-name={name}",
@@ -198,8 +197,8 @@ class Script:
             "--requeue",
             "--no-kill",
             f"--signal=B:USR1@{self.margin_s}",
-            *(o for o in self.extra if not o.startswith("--dependency=")),
-            *([f"--dependency={','.join(waits)}"] if waits else []),
+            *self.extra,
+            *([f"--dependency={','.join(waits)}"] if after else []),  # of two options sbatch takes the last
             f"{' '.join(comments[-1:]) or '--comment='} fsdp_jobs:{tag}".replace("--comment= ", "--comment="),
         ]
         # The last save may be requested during `setup`: it would end this shell, and with it the job.

@@ -167,7 +167,7 @@ def test_a_submission_that_was_taken_and_not_answered_is_not_repeated(
     with pytest.raises(client.SlurmError, match="Socket timed out"):
         start_again(run, 0, "7", [])
     assert start_again(run, 0, "7", []) and Commands.read(run).newest("7") == "8"
-    companions = Companions(run, Commands.read(run), {**os.environ}, 0, "7")
+    companions = Companions(run, Commands.read(run), {**os.environ}, 0)
     (tmp_path / "next").write_text(waiting["node"] + "\n")
     with pytest.raises(client.SlurmError, match="Socket timed out"):
         companions.request([1])

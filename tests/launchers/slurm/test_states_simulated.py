@@ -341,7 +341,8 @@ def test_a_node_in_place_of_a_lost_one_is_asked_for_where_the_job_runs(
     known_run(slurm, "7", None)
     commands = Commands([], [], [], {}, max_nodes=2, regrow=True, exclude=[], submit=[])
     env = {**os.environ, **user, "SBATCH_EXPORT": "NONE"}
-    companions = Companions(RunDir(slurm / "runs" / "a"), commands, env, 0, "7")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    companions = Companions(RunDir(slurm / "runs" / "a"), commands, env, 0)
     companions.request([1])
     assert companions.jobs == {1: "77"}
     assert (slurm / "variables").read_text().split() == ["SBATCH_ACCOUNT=proj", "SBATCH_PARTITION=long"]
