@@ -122,10 +122,7 @@ def plan(args: list[str]) -> int:
     flags, overrides = parser.parse(args)
     planned, _ = submission.plan_of(job_without_files(overrides))
     if flags.svg:
-        try:
-            Path(flags.svg).write_text(to_svg(planned))
-        except OSError as e:
-            raise BadInput.at(f"--svg {flags.svg}", str(e.strerror), "a file in a folder that exists") from e
+        Path(flags.svg).write_text(to_svg(planned))
     if flags.json:
         print_json(json.loads(planned.to_json()))
     else:

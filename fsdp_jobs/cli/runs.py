@@ -26,7 +26,7 @@ from fsdp_jobs.run.status import OVER, RunStatus
 from fsdp_jobs.run.table import counted
 from fsdp_jobs.run.tail import follow_files, label, looks_like_error, numbers_of
 from fsdp_jobs.run.verdict import EXIT_FAILED, EXIT_REQUEUE
-from fsdp_jobs.submit.overview import UNREADABLE, Overview, RunSummary, story_of
+from fsdp_jobs.submit.overview import UNREADABLE, Overview, story_of
 from fsdp_jobs.submit.stop import stop
 from fsdp_jobs.submit.submitted import activity_of, check_own, existing_run, job_has_ended, kill, settle
 
@@ -74,14 +74,16 @@ def status(args: list[str], verb: str = "status") -> int:
     what = "of a run, its handle, a pattern as 'llama-*', or what its configuration has, as 'optim.lr>1e-3'"
     parser.add_argument("names", nargs="*", metavar="NAME", help=what)
     parser.add_argument("--state", type=_states, help="only runs in this state, or several: running,failed")
-    parser.add_argument("--last", type=_at_least_one, metavar="N", help="only the N that were submitted last")
+    parser.add_argument(
+        "--last", type=_at_least_one, default=0, metavar="N", help="only the N that were submitted last"
+    )
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--watch", action="store_true", help="go on until all have ended, or Ctrl-C")
     how.add_argument("--json", action="store_true", help="a list of objects, for scripts")
     flags = parser.parse(args)
     if not flags.names:
         settle(pending_in(flags.runs_dir))
-    runs = _named(flags.names, flags.runs_dir)[-(flags.last or 0) :]
+    runs = _named(flags.names, flags.runs_dir)[-flags.last :]
     overview = Overview()
     rows = overview.look(runs)
     if flags.state is not None:
@@ -93,7 +95,10 @@ def status(args: list[str], verb: str = "status") -> int:
     elif flags.watch:
         _watch(overview, [run for run, row in rows.items() if flags.names or not row.is_over])
     else:
-        _show([*rows.values()])
+        cells = [row.cells() for row in rows.values()]
+        if any(row.owner for row in rows.values()):
+            cells = [{"owner": row.owner or user_name(), **row.cells()} for row in rows.values()]
+        show_table(list(cells[0]), [list(row.values()) for row in cells], _NUMBERS)
         if flags.names and len(rows) == 1:
             ((run, row),) = rows.items()
             current = RunStatus(run)
@@ -164,13 +169,6 @@ def list_runs(args: list[str]) -> int:
     return status(args, "list")
 
 
-def _show(rows: Sequence[RunSummary]) -> None:
-    cells = [row.cells() for row in rows]
-    if any(row.owner for row in rows):
-        cells = [{"owner": row.owner or user_name()} | cell for row, cell in zip(rows, cells, strict=True)]
-    show_table(list(cells[0]), [list(row.values()) for row in cells], _NUMBERS)
-
-
 def _watch(overview: Overview, runs: Sequence[RunDir]) -> None:
     """Show runs repeatedly until all of them have ended or the user presses Ctrl-C."""
     from fsdp_jobs.cli.follow import LiveView
@@ -232,10 +230,10 @@ def wait(args: list[str]) -> int:
     parser = VerbParser("wait")
     parser.add_argument("names", nargs="+", metavar="NAME", help="of runs, or their handles")
     what = "exit with 124 when they have not ended by then"
-    parser.add_argument("--timeout", type=float, metavar="SECONDS", help=what)
+    parser.add_argument("--timeout", type=float, default=math.inf, metavar="SECONDS", help=what)
     flags = parser.parse(args)
     left = {existing_run(name, flags.runs_dir): name for name in dict.fromkeys(flags.names)}
-    deadline = time.monotonic() + (math.inf if flags.timeout is None else flags.timeout)
+    deadline = time.monotonic() + flags.timeout
     overview, states, told = Overview(), set[str](), set[str]()
     while True:
         for run, row in overview.look([*left]).items():

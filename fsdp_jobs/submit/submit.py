@@ -87,7 +87,7 @@ def _seen(runs_dir: str, launcher: str, hardware: str) -> Failures:
     Rehearsals are left out.
     """
     runs = [run for run in runs_in(runs_dir) if not (run.name.startswith(REHEARSED) or run.is_damaged)]
-    here = [run for run in runs if run.handle.startswith(f"{launcher}://")]
+    here = (run for run in runs if run.handle.startswith(f"{launcher}://"))
     seen = failures_of([run for run in here if (plan := Plan.of(run)) is not None and plan.hardware == hardware])
     return seen if seen.node_days >= _ENOUGH_NODE_DAYS else Failures()
 
@@ -212,7 +212,7 @@ def submit(
             at_once(_write, jobs, files)
             for group in grouped(jobs, lambda job: job.launcher.name).values():
                 ids = group[0].launcher.submit([job.request for job in group], parallelism, folder)
-                app_ids |= {job.run: app_id for job, app_id in zip(group, ids, strict=True)}
+                app_ids |= zip((job.run for job in group), ids, strict=True)
         except BaseException as e:
             if isinstance(e, KeyboardInterrupt):
                 say("withdrawing what was submitted; after another Ctrl-C fsdp-jobs list shows what is left", "yellow")
@@ -257,10 +257,17 @@ def _files_of(job: Prepared, overrides: Sequence[str]) -> dict[Path, str | None]
     topology = config.cluster.topology
     config.name = run.name
     steps = None if config.is_program else config.steps  # only the program knows how many steps it will do
-    about = {**run.read_job(), "overrides": list(overrides), "first_attempt": run.last_attempt() + 1}
-    about |= {"nodes": str(config.nodes), "steps": steps, "script_sha256": digest_of(config.script)}
-    about |= {"submission": job.submission, "pending": job.launcher.name}  # until `record`
-    about |= {"sweep": job.sweep} if job.sweep is not None else {}
+    about = {
+        **run.read_job(),
+        "overrides": list(overrides),
+        "first_attempt": run.last_attempt() + 1,
+        "nodes": str(config.nodes),
+        "steps": steps,
+        "script_sha256": digest_of(config.script),
+        "submission": job.submission,
+        "pending": job.launcher.name,  # until `record`
+        **({"sweep": job.sweep} if job.sweep else {}),
+    }
     return {
         run.config: dump_config(config),
         run.plan: job.plan.to_json(indent=1),

@@ -57,7 +57,12 @@ def existing_run(name: str, runs_dir: str) -> RunDir:
         BadInput: there is no such run.
     """
     if "://" in name:
-        return _run_of_handle(name)
+        launcher, cluster, app = parse_handle(name)
+        known = launcher_of(launcher).run_of(app, cluster)
+        if known is None or known.handle != name:
+            what = "is not the newest submission of a run made on this machine"
+            raise BadInput.at(name, what, "name the run: fsdp-jobs list")
+        return known
     run = find_run(runs_dir, name)
     settle([run])
     if run.is_submitted:
@@ -68,15 +73,6 @@ def existing_run(name: str, runs_dir: str) -> RunDir:
         what = "is being submitted, or was when that command died, and its launcher does not say whether it has it"
         cure = "try again"
     raise BadInput.at(name, what, cure)
-
-
-def _run_of_handle(handle: str) -> RunDir:
-    launcher, cluster, app = parse_handle(handle)
-    run = launcher_of(launcher).run_of(app, cluster)
-    if run is None or run.handle != handle:
-        what = "is not the newest submission of a run made on this machine"
-        raise BadInput.at(handle, what, "name the run: fsdp-jobs list")
-    return run
 
 
 def settle(runs: Iterable[RunDir]) -> None:

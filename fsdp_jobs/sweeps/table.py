@@ -77,12 +77,11 @@ class Sweep:
         known = {identity(row.overrides): row for row in self.jobs}
         taken = [job.parent.name for job in Path(self.runs_dir).glob(f"{self.name}-*/job.json")]
         numbers = [run.removeprefix(f"{self.name}-") for run in taken + [row.run for row in self.jobs]]
-        next_number = 1 + max((int(number) for number in numbers if number.isdecimal()), default=-1)
+        following = itertools.count(1 + max((int(number) for number in numbers if number.isdecimal()), default=-1))
         for overrides in jobs:
             if identity(overrides) not in known:
-                known[identity(overrides)] = row = Row(f"{self.name}-{next_number:03d}", list(overrides))
+                known[identity(overrides)] = row = Row(f"{self.name}-{next(following):03d}", list(overrides))
                 self.jobs.append(row)
-                next_number += 1
         return [known[identity(overrides)] for overrides in jobs]
 
     def overrides_of(self, row: Row) -> list[str]:

@@ -90,7 +90,6 @@ def scaled(config: JobConfig, fault: str) -> JobConfig:
         steps=_STEPS if fault != "slow_node" else _MANY_STEPS,
         checkpoint=replace(config.checkpoint, every_steps=_EVERY, every_minutes=0.0, dir=None),
         elastic=elastic,
-        attach=False,
         init_from=None,  # its weights are those of a larger model
         init_key_map=[],
         log_every_steps=1,
@@ -125,7 +124,7 @@ def rehearse(config: JobConfig, fault: str) -> Outcome:
             _wait_until(lambda: job_has_ended(run), None, "the job did not stop")
             _WHILE_STOPPED[fault](job)
         else:
-            _inject(run, fault, config.elastic.heartbeat_timeout_s)
+            _inject(job, fault)
         _wait_until(lambda: Verdict.final(run) is not None, run, "the job did not end")
         return _judge(run, fault, injected_at)
     finally:
@@ -133,8 +132,9 @@ def rehearse(config: JobConfig, fault: str) -> Outcome:
             kill([run.handle])
 
 
-def _inject(run: RunDir, fault: str, heartbeat_timeout_s: float) -> None:
+def _inject(job: submission.Prepared, fault: str) -> None:
     """Inject a fault into the processes of node 1, and of the node that holds the copies of its snapshots."""
+    run = job.run
     agent = _agent(run, node=1)
     match fault:
         case "kill_node":
@@ -163,7 +163,7 @@ def _inject(run: RunDir, fault: str, heartbeat_timeout_s: float) -> None:
             processes = [agent, *agent.children(recursive=True)]
             for process in processes:
                 process.suspend()
-            time.sleep(min(heartbeat_timeout_s, 5.0) + 3.0)
+            time.sleep(job.config.elastic.heartbeat_timeout_s + 3.0)
             for process in processes:
                 with suppress(psutil.NoSuchProcess):
                     process.resume()

@@ -84,7 +84,7 @@ CASES = [
     (["logs", "nothing"], "no such run"),
     (["resume", "../x"], "no '/'"),
     (["import-accelerate", "no.yaml"], "no.yaml: No such file or directory\n"),
-    (["plan", "--svg", "no/folder/plan.svg"], "--svg no/folder/plan.svg: No such file or directory"),
+    (["plan", "--svg", "no/folder/plan.svg"], "no/folder/plan.svg: No such file or directory"),
     (["dashboard", "--port", "70000"], "a port is a number from 0 to 65535"),
     (["checkpoint.dir=s3://nobodys/runs"], "checkpoint.dir=s3://nobodys/runs: cannot be listed: NoCredentialsError"),
 ]
