@@ -230,10 +230,10 @@ def wait(args: list[str]) -> int:
     parser = VerbParser("wait")
     parser.add_argument("names", nargs="+", metavar="NAME", help="of runs, or their handles")
     what = "exit with 124 when they have not ended by then"
-    parser.add_argument("--timeout", type=float, default=math.inf, metavar="SECONDS", help=what)
+    parser.add_argument("--timeout", type=float, metavar="SECONDS", help=what)
     flags = parser.parse(args)
     left = {existing_run(name, flags.runs_dir): name for name in dict.fromkeys(flags.names)}
-    deadline = time.monotonic() + flags.timeout
+    deadline = time.monotonic() + (math.inf if flags.timeout is None else flags.timeout)
     overview, states, told = Overview(), set[str](), set[str]()
     while True:
         for run, row in overview.look([*left]).items():
