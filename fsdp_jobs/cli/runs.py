@@ -325,19 +325,17 @@ def prune(args: list[str]) -> int:
     kept = best_runs(flags.runs_dir) if flags.keep_best else []
     found = list(old_runs(flags.runs_dir, _seconds(flags.older_than), kept))
     failed = False
-    gone = []
     for old in found:
         since = f"{datetime.fromtimestamp(old.ended_at):%Y-%m-%d}"
         say(f"{old.run.name}  {old.state} since {since}  {size(old.bytes)}")
         for problem in remove(old) if flags.yes else []:
             failed = True
             complain(f"not removed: {problem}")
-        if not (flags.yes and old.run.path.exists()):
-            gone.append(old)
     for folder in unfinished(flags.runs_dir):
         say(f"{folder.name}  left by a prune that was interrupted")
         if flags.yes:
             erase(folder)
+    gone = [old for old in found if not (flags.yes and old.run.path.exists())]
     total = f"{counted(len(gone), 'run')}, {size(sum(old.bytes for old in gone))}"
     say(f"removed {total}" if flags.yes else f"{total} would be removed, with checkpoints: add --yes")
     return EXIT_FAILED if failed else 0

@@ -10,7 +10,6 @@ from typing import Any
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.run.record import JsonObject
-from fsdp_jobs.run.status import OVER
 from fsdp_jobs.run.tail import newest_json_lines
 from fsdp_jobs.submit import submit as submission
 from fsdp_jobs.submit.overview import Overview
@@ -32,8 +31,8 @@ def refresh(sweep: Sweep, rows: Sequence[Row], overview: Overview | None = None)
             now = looked[run]
             row.handle, row.state, row.step, row.reason = now.handle, now.state, now.step or 0, now.reason
             row.objective = last_value(run.metrics, sweep.objective)
-        else:
-            row.state, row.handle, row.reason = NEW, None, ""
+        elif Path(sweep.runs_dir).exists():  # else its storage is away, and no run is gone
+            row.state, row.handle, row.reason = NEW, None, "not submitted, or removed since"
 
 
 def measured(name: str, runs_dir: str) -> JsonObject:
@@ -106,7 +105,7 @@ def wait(sweep: Sweep, rows: Sequence[Row], say: Callable[[Row], Any]) -> None:
     waiting, pause_s = list(rows), _POLL_S
     while waiting:
         refresh(sweep, waiting)
-        for row in [row for row in waiting if row.state in OVER]:
+        for row in [row for row in waiting if not row.is_active]:
             say(row)
             waiting.remove(row)
             pause_s = _POLL_S

@@ -194,6 +194,17 @@ def test_ctrl_c_says_that_jobs_continue_only_where_there_are_jobs(
     assert "the jobs continue" not in said.out
 
 
+@pytest.mark.timeout(20)
+def test_a_job_whose_run_is_removed_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("runs").mkdir()
+    monkeypatch.setattr(sweeps_jobs, "submit", lambda *_: None)  # and a moment later it is gone
+    assert main(["--multirun", *SMALL, "name=lr", "seed=1,2", "sweep.wait=true"]) == 1
+    assert "lr-001 new: not submitted, or removed since   seed=2" in capsys.readouterr().out
+
+
 def test_options_are_swept_by_a_pattern(tmp_path: Path) -> None:
     done = cli(tmp_path, "-m", "name=all", "fsdp=glob(*,exclude=*_schema)", *SMALL, "nodes=2", "dry_run=true")
     assert done.returncode == 0 and done.stdout.count("fsdp=") == 6, done
