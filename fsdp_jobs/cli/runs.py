@@ -6,7 +6,6 @@ import argparse
 import math
 import operator
 import re
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -217,8 +216,7 @@ def logs(args: list[str]) -> int:
             attempt, node, rank = numbers_of(file)
             print_json({"attempt": attempt, "node": node, "rank": rank, "line": line})
         else:
-            sys.stdout.write(f"[{label(file)}] {line}\n")
-            sys.stdout.flush()
+            print(f"[{label(file)}] {line}", flush=True)
     return 0
 
 
