@@ -52,7 +52,6 @@ _RETRIED_FOR_S = 20.0  # to retry a cluster that does not answer
 class KubernetesRequest:
     """The objects to submit, the one that owns the others first."""
 
-    namespace: str
     objects: list[Object]
     job: Job
     node_labels: dict[str, dict[str, str]] = field(default_factory=dict)  # of machines; pods may not read them
@@ -149,8 +148,8 @@ class KubernetesLauncher(Launcher):
     def _create(self, request: KubernetesRequest) -> str:
         """Create a job's objects and return its app id."""
         job, (root, *owned) = request.job, request.objects
-        cluster, app_id = cluster_of(job.config), f"{request.namespace}:{names_of(job).app}"
-        api = connect(cluster)
+        api = connect(cluster_of(job.config))
+        app_id = f"{api.namespace}:{names_of(job).app}"
         job.run.node_labels.unlink(missing_ok=True)  # of an earlier submission
         job.run.left.touch()
         if request.node_labels:
@@ -254,11 +253,10 @@ create_scheduler = KubernetesLauncher.scheduler
 
 def _prepare(job: Job) -> KubernetesRequest:
     cluster = cluster_of(job.config)
-    request = KubernetesRequest("", WORKLOADS[cluster.workload].objects(job), job)
+    request = KubernetesRequest(WORKLOADS[cluster.workload].objects(job), job)
     if not job.away:
         api = connect(cluster)
         validate.validate_with_cluster(api, job, request.objects)
-        request.namespace = api.namespace
         if job.config.cluster.topology is None:
             request.node_labels = carried_labels(api, job.config)
     return request

@@ -67,17 +67,23 @@ def test_a_plugin_whose_user_is_logged_out_is_not_called_for_each_request(
     assert len((tmp_path / "logins").read_text().splitlines()) == 2
 
 
+def submitted_to(*overrides: str) -> str:
+    """Submit a job; return the namespace in its handle."""
+    (handle,) = submission.submit(submission.prepare([compose_job([*JOB, *overrides])]), [[]])
+    return handle.rpartition("/")[2].partition(":")[0]
+
+
 def test_a_kubeconfig_without_a_current_context_is_enough_for_who_names_one(api: SimulatedApi) -> None:
     """`kubectl config unset current-context` keeps people from the wrong cluster."""
     kubeconfig({"current-context": ""})
-    assert submission.prepare([compose_job([*JOB, "cluster.context=test"])])[0].request.namespace == "team"
     assert "the kubeconfig has only test" in refused()
+    assert submitted_to("cluster.context=test") == "team"
 
 
 def test_an_api_behind_the_proxy_that_the_kubeconfig_names(api: SimulatedApi) -> None:
     """A proxy gets whole URLs; the simulated server takes their paths. Without it nobody answers."""
     kubeconfig(cluster={"server": f"http://10.255.255.1:{free_port()}", "proxy-url": api.url})
-    assert submission.prepare([compose_job(JOB)])[0].request.namespace == "team"
+    assert submitted_to() == "team"
 
 
 def test_a_proxy_of_a_kind_that_is_not_supported_is_named(api: SimulatedApi) -> None:
@@ -95,7 +101,7 @@ def test_in_a_pod_its_users_kubeconfig_comes_first(
     monkeypatch.delenv("KUBECONFIG")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
-    assert submission.prepare([compose_job(JOB)])[0].request.namespace == "team"
+    assert submitted_to() == "team"
     (tmp_path / ".kube" / "config").unlink()
     with pytest.raises(BadInput, match="no usable kubeconfig"):
         submission.prepare([compose_job(JOB)])

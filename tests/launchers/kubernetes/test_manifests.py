@@ -71,7 +71,7 @@ def objects_of(case: str, run: RunDir) -> list[dict[str, Any]]:
 @cache
 def render(case: str) -> str:
     run = RunDir("/home/me/runs/pretrain")
-    return str(KubernetesRequest("team", objects_of(case, run), None))  # type: ignore[arg-type]
+    return str(KubernetesRequest(objects_of(case, run), None))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -328,7 +328,7 @@ def test_a_job_waits_for_a_quota_that_others_use_now(api: SimulatedApi, caplog: 
 
 def test_a_webhook_that_takes_no_dry_runs_keeps_no_job_out(api: SimulatedApi) -> None:
     api.refuse = lambda _: Refused(400, 'admission webhook "inject.example" does not support dry run')
-    assert submission.prepare([compose_job(JOB)])[0].request.namespace == "team"
+    assert submission.prepare([compose_job(JOB)])[0].request.objects
 
 
 def test_a_user_who_may_not_list_events_submits_and_asks_all_the_same(api: SimulatedApi) -> None:
@@ -397,7 +397,7 @@ def test_clusters_behind_one_server_are_told_apart(api: SimulatedApi) -> None:
 
 def test_without_permission_to_create_pods_the_job_is_checked_all_the_same(api: SimulatedApi) -> None:
     api.denied.add(("create", "pods"))
-    assert submission.prepare([compose_job(JOB)])[0].request.namespace == "team"
+    assert submission.prepare([compose_job(JOB)])[0].request.objects
 
 
 @pytest.mark.seen
