@@ -32,12 +32,13 @@ class LiveView:
 
     def __init__(self, transient: bool = False):
         self._live = Live(console=console, auto_refresh=False, transient=transient, vertical_overflow="crop")
+        self._redraws = console.is_interactive and console.is_terminal  # the latter of stderr, with --json
         self._lines: dict[str, str] = {}  # run -> its newest plain line
         self._lines_at = 0.0
         self._best_s = cache(RunDir.planned_interval_s)  # cached: reading a plan may take long
 
     def __enter__(self) -> LiveView:
-        if console.is_interactive:
+        if self._redraws:
             self._live.start()
         return self
 
@@ -46,7 +47,7 @@ class LiveView:
 
     def show(self, rows: Mapping[RunDir, RunSummary]) -> None:
         """Show the summaries of runs."""
-        if console.is_interactive:
+        if self._redraws:
             view = Table.grid()
             for run, row in rows.items():
                 view.add_row(progress(row))

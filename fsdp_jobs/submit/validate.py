@@ -80,11 +80,11 @@ def check_existing_run(config: JobConfig, run: RunDir) -> None:
     if newest is not None and not config.is_program and config.steps < (done := step_of(newest)):
         what = f"run {run.name} is at step {done} already"
         raise BadInput.at(f"steps={config.steps}", what, f"steps above {done}")
-    if problems := retrained(config, run):
+    if problems := training_changes(config, run):
         raise BadInput(problems)
 
 
-def retrained(config: JobConfig, run: RunDir) -> list[Problem]:
+def training_changes(config: JobConfig, run: RunDir) -> list[Problem]:
     """List what a configuration would change in the training of an existing run."""
     if not run.config.exists() or config.allow_config_change:
         return []

@@ -14,7 +14,7 @@ from fsdp_jobs.run.tail import newest_json_lines
 from fsdp_jobs.submit import submit as submission
 from fsdp_jobs.submit.overview import Overview
 from fsdp_jobs.submit.submitted import settle
-from fsdp_jobs.submit.validate import composed, retrained
+from fsdp_jobs.submit.validate import composed, training_changes
 from fsdp_jobs.sweeps.table import NEW, Row, Sweep, find_sweep, sweeps_in
 
 _POLL_S = 1.0  # between looks at awaited jobs, at first and after one has ended
@@ -76,7 +76,7 @@ def to_do(sweep: Sweep, jobs: Sequence[Sequence[str]]) -> tuple[list[Row], dict[
     for row, config in zip(rows, configs, strict=True):
         is_done = row.state == "done" and (config.is_program or row.step >= config.steps)
         if is_done or row.is_active:
-            problems += retrained(config, sweep.run_of(row))
+            problems += training_changes(config, sweep.run_of(row))
         else:
             undone[row.run] = config
     if problems:
