@@ -10,6 +10,7 @@ written last, marks it as complete. If it is damaged, the manifest is renamed to
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
@@ -264,6 +265,9 @@ def fsync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
+    except OSError as e:
+        if e.errno != errno.EINVAL:  # a file system that cannot sync folders, such as 9p
+            raise
     finally:
         os.close(descriptor)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
 import subprocess
 import sys
 import time
@@ -48,6 +50,20 @@ def test_what_is_shorter_than_reported_is_not_committed(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"is not whole: .*shard"):
         catalog.commit(temporary, final, manifest)
     assert not final.exists()
+
+
+def test_a_file_system_that_cannot_sync_folders_has_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As 9p, by which WSL mounts Windows' disks, and VirtualBox's shared folders."""
+
+    def sync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(os, "fsync", sync)
+    _write(tmp_path, 10)
+    assert [catalog.verify(folder) for folder in catalog.find_checkpoints(tmp_path)] == [[]]
 
 
 def test_prune_counts_whole_checkpoints_only(tmp_path: Path) -> None:
