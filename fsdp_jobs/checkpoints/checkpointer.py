@@ -246,7 +246,8 @@ class Checkpointer:
         if isinstance(cause, Fenced):
             raise cause
         self._copies_first |= isinstance(cause, Torn)
-        cures = [cure.format(self.home) for errors, cure in _CURES if getattr(cause, "errno", None) in errors]
+        place = str(getattr(cause, "filename", None) or self.home / SHARDS).rpartition("/")[0]
+        cures = [cure.format(place) for errors, cure in _CURES if getattr(cause, "errno", None) in errors]
         what = f"{where}{type(cause).__name__}: {cause}"
         self.failure = " ".join([f"checkpoint of step {request.step} failed: {what}.", *cures])
         if self.rank == 0:

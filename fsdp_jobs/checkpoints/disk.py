@@ -32,7 +32,7 @@ from fsdp_jobs.checkpoints.catalog import (
     is_object_store,
     step_of,
 )
-from fsdp_jobs.checkpoints.exchange import fetch_files
+from fsdp_jobs.checkpoints.exchange import CannotKeep, fetch_files
 from fsdp_jobs.checkpoints.ranks import Ranks
 from fsdp_jobs.checkpoints.storage import SaveRequest
 from fsdp_jobs.checkpoints.tiers import Restored, SharedStorage, Tier
@@ -96,10 +96,11 @@ class LocalDisks:
         if not self.leads:
             return
         uploading = self._upload[0].shards if self._upload is not None else None
-        by_age = sorted(self.folder.glob("step-*"), key=lambda f: (f == newest, f.stat().st_mtime), reverse=True)
-        for old in by_age[_KEPT:]:
-            if old != uploading:
-                shutil.rmtree(old, ignore_errors=True)
+        with suppress(OSError):  # the next save tries again
+            by_age = sorted(self.folder.glob("step-*"), key=lambda f: (f == newest, f.stat().st_mtime), reverse=True)
+            for old in by_age[_KEPT:]:
+                if old != uploading:
+                    shutil.rmtree(old, ignore_errors=True)
 
     def close(self) -> None:
         self._thread.shutdown()
@@ -139,11 +140,15 @@ class LocalTier(Tier):
         if manifest is None:
             return None
         shards = self._holding(manifest, self.storage.is_certain(name))
+        why = "these nodes' disks do not hold all of its shards"
         if shards is not None:
-            return self.storage.read(name, manifest, shards, partial(self._fetch, shards))
+            try:
+                return self.storage.read(name, manifest, shards, partial(self._fetch, shards))
+            except CannotKeep as e:
+                why = str(e)
         self._lacking.add(name)
         if listed_in == SHARDS:
-            self.storage.skip(name, ["these nodes' disks do not hold all of its shards"], is_damaged=False)
+            self.storage.skip(name, [why], is_damaged=False)
         return None
 
     def _holding(self, manifest: Manifest, contents: bool) -> Path | None:
@@ -164,13 +169,11 @@ class LocalTier(Tier):
     def _best(self, step: int, shards: dict[str, FileSums], contents: bool) -> tuple[Path, set[str]]:
         """Return the folder on this disk with most shards of a step, and their names; a new folder if there is none."""
         best = self.folder / f"step-{step:08d}.fetched", set[str]()
-        for folder in self.folder.glob(f"step-{step:08d}.*"):
-            try:
+        with suppress(CannotReadHere, OSError):  # treat this disk as lost: peers or shared storage have its shards
+            for folder in self.folder.glob(f"step-{step:08d}.*"):
                 here = shards.keys() - faults_in(folder, shards, contents).keys()
-            except CannotReadHere:
-                continue  # treat this disk as lost: peers or shared storage have its shards
-            if len(here) > len(best[1]):
-                best = folder, here
+                if len(here) > len(best[1]):
+                    best = folder, here
         return best
 
     def _fetch(self, folder: Path, state: dict[str, Any], metadata: Metadata) -> None:

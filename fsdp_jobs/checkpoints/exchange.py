@@ -15,7 +15,7 @@ from fsdp_jobs.checkpoints.ranks import Ranks
 _BLOCK = 1 << 24  # bytes sent at once
 
 
-class CannotKeep(OSError):
+class CannotKeep(Exception):
     """A node cannot read a file that others need, or has no room for one it received."""
 
 

@@ -186,7 +186,11 @@ class CommittingWriter(FileSystemWriter):
         items = sorted(plan.items, key=lambda item: (item.tensor_storage_size() or 0) >= SMALL)  # all read small ones
         plan = replace(plan, items=items)
         with cast(Any, serialization).patch("save.compute_crc32", False):  # torch's own sums, which nothing reads
-            written: Future[list[WriteResult]] = super().write_data(plan, planner)
+            try:
+                written: Future[list[WriteResult]] = super().write_data(plan, planner)
+            except OSError as e:
+                e.filename = e.filename or str(self.path)  # a full disk's error names no file
+                raise
         self.path = self.request.temporary
         tensors = ((i.index.fqn, cast(Tensor, planner.resolve_data(i))) for i in plan.items)
         wrong = [name for name, tensor in tensors if not is_finite(tensor, name in self.request.may_be_infinite)]

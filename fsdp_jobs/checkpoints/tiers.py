@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 from fsdp_jobs.checkpoints import catalog
 from fsdp_jobs.checkpoints.blocks import Damaged
 from fsdp_jobs.checkpoints.catalog import MANIFEST, NOT_AGREED, NOT_FINITE, OTHER_VERSION, Manifest
-from fsdp_jobs.checkpoints.exchange import CannotKeep
 from fsdp_jobs.checkpoints.ranks import Ranks
 from fsdp_jobs.checkpoints.state import State
 from fsdp_jobs.checkpoints.storage import SafeReader
@@ -183,6 +182,9 @@ class SharedStorage(Tier):
         Args:
             shards: their folder, if not the checkpoint's own.
             fetch: brings the shards that a state needs into `shards`.
+
+        Raises:
+            CannotKeep: `fetch` cannot.
         """
         folder = self.home / name
         reader = SafeReader(folder, manifest.files, shards, self.ranks.threads)
@@ -192,10 +194,9 @@ class SharedStorage(Tier):
                 state = self.state.to_load(metadata, name, manifest.world_size == self.ranks.world)
                 fetch(state, metadata)
                 dcp.load(state, storage_reader=reader, process_group=self.ranks.group)
-            except (CheckpointException, CannotKeep) as e:
-                causes = [e] if isinstance(e, CannotKeep) else [cause for cause, _ in e.failures.values()]
+            except CheckpointException as e:
                 kind = Damaged if shards is None else OSError  # other disks may have what one lacks
-                if self.is_certain(name) or not any(isinstance(cause, kind) for cause in causes):
+                if self.is_certain(name) or not any(isinstance(cause, kind) for cause, _ in e.failures.values()):
                     raise
                 self._doubted.add(name)
                 return None

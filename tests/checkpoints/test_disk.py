@@ -103,6 +103,61 @@ def test_a_disk_that_cannot_be_read_is_as_good_as_lost(tmp_path: Path, moved: bo
     assert [e["place"] for e in events_of(RunDir(tmp_path), "resumed")] == ["storage"]
 
 
+@pytest.mark.parametrize("is_committed", [True, False])
+def test_a_disk_that_takes_nothing_is_as_good_as_lost(tmp_path: Path, is_committed: bool) -> None:
+    run_world(2, _saved, str(tmp_path))
+    if not is_committed:
+        (newest, _), on_nodes = find_checkpoints(tmp_path / "checkpoints"), "step-00000004.0-0-9.tmp"
+        newest = newest.rename(newest.with_name(on_nodes))
+        (newest / MANIFEST).rename(newest / SHARDS)
+    first, second = (next(tmp_path.glob(f"node-{node}/*/step-00000004.*")) for node in range(2))
+    shutil.move(second / "__1_0.distcp", first / "__1_0.distcp")  # which node 1 needs
+    shutil.rmtree(tmp_path / "node-1")
+    (tmp_path / "node-1").touch()
+    step = 4 if is_committed else 2
+    assert run_world(2, _resumed, str(tmp_path)) == [(step, float(step))] * 2
+    assert [e["place"] for e in events_of(RunDir(tmp_path), "resumed")] == ["storage"]
+    skipped = events_of(RunDir(tmp_path), "checkpoint_skipped")
+    assert is_committed or f"cannot keep {tmp_path}/node-1/" in skipped[0]["why"][0]
+
+
+def _save_onto_full_disk(folder: str) -> str:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    checkpoints = _of_rank(folder, "0-0")
+    if dist.get_rank() == 1:
+        SummedFile._write = fail  # type: ignore[method-assign]
+    save_steps(checkpoints, 2)
+    return str(checkpoints.failure)
+
+
+def test_the_disk_that_is_full_is_the_one_to_make_room_on(tmp_path: Path) -> None:
+    for failure in run_world(2, _save_onto_full_disk, str(tmp_path)):
+        assert "rank 1: OSError: [Errno 28] No space left on device" in failure
+        assert f"Free space under {tmp_path}/node-1/" in failure
+
+
+def _save_onto_unlisted_disk(folder: str) -> int:
+    checkpoints, glob = _of_rank(folder, "0-0"), pathlib.Path.glob
+    assert checkpoints.disks is not None
+    own = checkpoints.disks.folder
+
+    def refuse(self: Path, pattern: str) -> Any:
+        if self == own:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(self))
+        return glob(self, pattern)
+
+    pathlib.Path.glob = refuse  # type: ignore[method-assign, assignment]
+    save_steps(checkpoints, 2, 4)
+    checkpoints.close()
+    return checkpoints.committed_step
+
+
+def test_a_disk_whose_old_steps_cannot_be_listed_ends_no_training(tmp_path: Path) -> None:
+    assert run_world(2, _save_onto_unlisted_disk, str(tmp_path)) == [4, 4]
+
+
 def _a_copy_dies(folder: str) -> tuple[int, str]:
     def die(*_: object) -> None:
         raise SystemExit("the thread is gone")
