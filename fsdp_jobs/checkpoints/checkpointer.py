@@ -157,6 +157,7 @@ class Checkpointer:
             local=self.disks.folder if self.disks is not None else None,
             may_be_infinite=self.state.may_be_infinite,
             pid=os.getpid(),
+            began=self.saved_at,
         )
         if self.disks is not None:
             self._may_upload = self.disks.may_upload(must=block)
@@ -266,7 +267,7 @@ class Checkpointer:
     def _record(self, kind: type[events.Checkpoint | events.CheckpointOnNodes], request: SaveRequest, at: Path) -> None:
         """Record a complete save; `at`: its manifest, which a store may no longer return."""
         if self.rank == 0:
-            took, size = round(time.time() - request.manifest.time, 3), 0
+            took, size = round(time.monotonic() - request.began, 3), 0
             with suppress(Exception):  # a store's client raises its own types
                 size = Manifest.read(at.parent, at.name).bytes
             events.record(self.run, self.attempt, kind(request.step, size, took))

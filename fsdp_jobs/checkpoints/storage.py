@@ -109,6 +109,7 @@ class SaveRequest:
     local: Path | None  # this run's folder on each node's own disk, if shards go there first
     may_be_infinite: frozenset[str]  # names of tensors
     pid: int  # of the rank
+    began: float  # by the rank's monotonic clock
 
     @property
     def step(self) -> int:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from fsdp_jobs.checkpoints import catalog
+from fsdp_jobs.checkpoints import catalog, storage
 from fsdp_jobs.checkpoints.saver import _Stager
-from tests.checkpoints.saving import fill, trained, value_of
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.goodput import slowest_save_s
+from tests.checkpoints.saving import fill, save_steps, trained, value_of
 from tests.world import run_world
 
 pytestmark = pytest.mark.integration
@@ -54,3 +58,20 @@ def test_five_asynchronous_saves_in_a_row(tmp_path: Path, mode: str, ranks: int,
     saved = catalog.find_checkpoints(tmp_path / "checkpoints")
     assert [catalog.step_of(folder) for folder in saved] == [5, 4, 3, 2, 1]
     assert all(catalog.verify(folder) == [] for folder in saved)
+
+
+def _save_while_the_clock_is_set(folder: str) -> None:
+    checkpoints, clock, is_finite = trained(folder), time.time, storage.is_finite
+
+    def set_forward(*args: Any) -> bool:
+        time.time = lambda: clock() + 7200
+        return is_finite(*args)
+
+    storage.is_finite = set_forward
+    save_steps(checkpoints, 2)
+
+
+def test_a_clock_that_is_set_during_a_save_makes_it_no_slower(tmp_path: Path) -> None:
+    """Kubernetes waits twice as long as the slowest save took before it kills a pod."""
+    run_world(1, _save_while_the_clock_is_set, str(tmp_path))
+    assert 0 < slowest_save_s(RunDir(tmp_path)) < 60
