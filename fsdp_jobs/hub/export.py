@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from fsdp_jobs.checkpoints import catalog
@@ -164,5 +165,10 @@ def _by_file(saved: dict[str, TensorStorageMetadata]) -> Iterator[list[str]]:
 
 def _load(folder: Path, entries: dict[str, TensorStorageMetadata]) -> dict[str, Tensor]:
     state = {name: torch.empty(e.size, dtype=e.properties.dtype) for name, e in entries.items()}
-    load_alone(folder, state)
+    try:
+        load_alone(folder, state)
+    except CheckpointException as e:
+        ((error, _),) = e.failures.values()
+        cure = "If its job has removed it, raise checkpoint.keep, or export once the job has ended"
+        raise JobFailed(f"{folder} cannot be read: {error}. {cure}.") from e
     return {name.removeprefix("model."): tensor for name, tensor in state.items()}

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -183,6 +184,26 @@ def test_export_gives_the_weights_that_were_trained(trained: Path, tmp_path: Pat
     assert done.returncode == 0 and f"WARNING step-{newest:08d}: one of the replicas" in done.stderr, done.stderr
     older = torch.load(out / "model.pt", weights_only=True)
     assert not torch.equal(older["norm.weight"], pt["norm.weight"]), f"not the weights of step {before}"
+
+
+def test_a_checkpoint_that_its_job_removes_during_an_export_is_named(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from fsdp_jobs.cli.main import main
+    from fsdp_jobs.hub import export
+
+    shutil.copytree(trained / "runs", tmp_path / "runs")
+    load = export.load_alone
+
+    def removed(folder: Path, *args: Any) -> None:
+        shutil.rmtree(folder)
+        load(folder, *args)
+
+    monkeypatch.setattr(export, "load_alone", removed)
+    assert main(["export", "short", f"runs_dir={tmp_path}/runs"]) == 1
+    error = capsys.readouterr().err
+    assert "checkpoints/step-00000014" in error and "Traceback" not in error
+    assert "checkpoint.keep" in error, "the job may have removed it"
 
 
 def test_a_full_disk_leaves_nothing_half_written(small_disk: Path, tmp_path: Path) -> None:
