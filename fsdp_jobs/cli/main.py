@@ -25,7 +25,7 @@ from fsdp_jobs.run.verdict import EXIT_FAILED
 EXIT_BAD_INPUT = 2
 _ACTING = ("submit", "resume", "cancel", "sweep", "rehearse", "prune", "dashboard")  # they go on when nobody reads
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as of a shell
-_CANNOT_WRITE = {
+_CURES = {
     errno.ENOSPC: "make room there, then repeat the command",
     errno.EDQUOT: "make room in your quota, then repeat the command",
     errno.EACCES: "only its owner may do that; report and export write elsewhere by --out",
@@ -33,6 +33,7 @@ _CANNOT_WRITE = {
     errno.ENOENT: "choose a folder that exists or can be made; repeat the command if something has just removed it",
     **dict.fromkeys((errno.ENOTDIR, errno.EISDIR, errno.EEXIST), "move it away, or give another name"),
     errno.ENAMETOOLONG: "a shorter name",
+    **dict.fromkeys((errno.EIO, errno.ESTALE, errno.ENOTCONN), "check its disk or mount, then repeat the command"),
 }
 
 
@@ -121,11 +122,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as e:
-        if e.errno not in _CANNOT_WRITE or (e.filename is None and e.errno != errno.ENOENT):
+        if e.errno not in _CURES or (e.filename is None and e.errno != errno.ENOENT):
             raise
         # When copying or renaming, the second file cannot be written; only the current folder has no name.
         place = e.filename2 or e.filename or "the current folder"
-        return _bad_input(BadInput.at(str(place), str(e.strerror), _CANNOT_WRITE[e.errno]))
+        return _bad_input(BadInput.at(str(place), str(e.strerror), _CURES[e.errno]))
     finally:
         console.stderr = False  # a verb's --json holds for that verb
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -43,6 +45,25 @@ def test_it_hides_no_other_run(
     _two_runs(tmp_path, damaged)
     assert main([*args, f"runs_dir={tmp_path}"]) == 0
     assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("verb", ["status", "logs", "export", "cancel"])
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.ENOTCONN])
+def test_a_mount_that_does_not_answer_is_named(
+    tmp_path: Path, verb: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = _two_runs(tmp_path, "events.jsonl")
+    read = Path.read_text
+
+    def fail(self: Path) -> str:
+        if self == run.job:
+            raise OSError(code, os.strerror(code), str(self))
+        return read(self)
+
+    monkeypatch.setattr(Path, "read_text", fail)
+    assert main([verb, "cut", f"runs_dir={tmp_path}"]) == 2
+    error = capsys.readouterr().err
+    assert f"{run.job}: {os.strerror(code)}" in error and "check its disk or mount" in error
 
 
 @pytest.mark.parametrize(
