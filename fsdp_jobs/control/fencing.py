@@ -88,7 +88,7 @@ class Terms:
             if now < self._patient_until:
                 return None
             owner, self._patient_until = f"attempt {self.attempt} {uuid.uuid4().hex}", now + _PATIENCE_S
-            self._claim = begin(self._claims, claim, self.home, ROUND, owner, last or None, seen)
+            self._claim = begin(self._claims, claim, self.home, ROUND, owner, last, seen)
         if not self._claim.done():
             if now > self._patient_until:
                 self.problem = f"checkpoint.dir: {self.home} does not answer"

@@ -104,10 +104,8 @@ def try_lock(file: IO[str]) -> bool:
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # ENOLCK, ENOSYS, EOPNOTSUPP: the file system has no locks
-        return True
+    except OSError as e:  # others, ENOLCK, ENOSYS, EOPNOTSUPP: the file system has no locks
+        return not isinstance(e, BlockingIOError)
     return True
 
 

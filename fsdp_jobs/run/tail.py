@@ -40,7 +40,10 @@ class Tail:
 
     def lines(self, until: float = math.inf) -> Iterator[bytes]:
         """Yield new lines in the first `until` bytes of the file, without line ends."""
-        rest, position = b"", self._begin()
+        with suppress(FileNotFoundError):
+            if self.path.stat().st_size < self.offset:
+                self.offset = 0
+        rest, position = b"", self.offset
         while block := self._block(position, until):
             position += len(block)
             *lines, rest = (rest + block).split(b"\n")
@@ -51,13 +54,6 @@ class Tail:
                 self.offset += len(rest)
                 yield rest
                 rest = b""
-
-    def _begin(self) -> int:
-        """Return the offset to continue from."""
-        with suppress(FileNotFoundError):
-            if self.path.stat().st_size < self.offset:
-                self.offset = 0
-        return self.offset
 
     def _block(self, position: int, until: float) -> bytes:
         with suppress(FileNotFoundError):

@@ -34,13 +34,13 @@ def newest(home: Path, kind: str) -> int:
     return max(_markers(home, kind), default=0)
 
 
-def claim(home: Path, kind: str, owner: str, last: int | None = None, above: int = 0) -> int:
+def claim(home: Path, kind: str, owner: str, last: int = 0, above: int = 0) -> int:
     """Claim the next number; no other process gets the same.
 
     Args:
         home: the folder of the run's checkpoints; a UPath for an object store, which must support conditional puts.
         owner: a line that no other claimant writes.
-        last: the newest number that the caller knows, if it has claimed before.
+        last: the newest number that the caller knows, 0 if it has claimed none.
         above: a number that others have used. The claimed one is above it and `last` even if the markers are gone,
             as after a purge of a scratch file system.
 
@@ -49,8 +49,8 @@ def claim(home: Path, kind: str, owner: str, last: int | None = None, above: int
         OSError: the folder cannot be read or written.
     """
     while True:
-        known = max(newest(home, kind), last or 0)
-        if last is not None and known > last:
+        known = max(newest(home, kind), last)
+        if last and known > last:
             raise Fenced(f"{kind} {known} of this run has begun elsewhere, after {last}")
         number = max(known, above) + 1
         marker = home / TERMS / f"{kind}-{number:08d}"
@@ -92,12 +92,9 @@ def _create(marker: Path, owner: str) -> bool:
 
 def shared_memory(file: Path, size: int) -> mmap.mmap:
     """Map a file that a node's processes share into memory; the first process creates it."""
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        os.ftruncate(descriptor, size)
-        return mmap.mmap(descriptor, size)
-    finally:
-        os.close(descriptor)
+    with file.open("a+b") as f:
+        f.truncate(size)
+        return mmap.mmap(f.fileno(), size)
 
 
 class Lease:

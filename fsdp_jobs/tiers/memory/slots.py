@@ -125,7 +125,7 @@ class Slot:
         Raises:
             OSError: there is no room for them.
         """
-        with open(os.open(self.data, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+b") as f:
+        with self.data.open("a+b") as f:
             os.posix_fallocate(f.fileno(), 0, max(size, 1))  # else a write without room is a SIGBUS
             return mmap.mmap(f.fileno(), max(size, 1))
 
@@ -291,8 +291,8 @@ class Found(NamedTuple):
 
     @classmethod
     def of(cls, snapshot: Snapshot, is_copy: bool, holder: int) -> Found:
-        c = snapshot
-        return cls(c.term, c.rank, c.slot, c.step, c.world_size, c.shard_group, c.is_whole, is_copy, holder, c.samples)
+        own = {name: value for name, value in vars(snapshot).items() if name in cls._fields}
+        return cls(**own, is_copy=is_copy, holder=holder)
 
     @property
     def name(self) -> str:
