@@ -177,28 +177,23 @@ def faults_in(
         file = folder / name
         try:
             if expected is None:
-                fault = _fault_of_manifest(folder, name)
+                Manifest.read(folder, name)
+                fault = ""
             elif (size := file.stat().st_size) != expected["bytes"]:
                 fault = f"has {size} bytes instead of {expected['bytes']}"
             else:
                 fault = difference(file, expected, from_disk) if contents or name == METADATA else ""
         except FileNotFoundError:
             fault = "is missing"
+        except OtherVersion as e:
+            fault = str(e)
+        except (ValueError, TypeError) as e:
+            fault = f"is damaged: {e}"
         except OSError as e:
             raise CannotReadHere(file, e.strerror or e) from e
         if fault:
             faults[name] = f"{name} {fault}"
     return faults
-
-
-def _fault_of_manifest(folder: Path, name: str) -> str:
-    try:
-        Manifest.read(folder, name)
-    except OtherVersion as e:
-        return str(e)
-    except (ValueError, TypeError) as e:
-        return f"is damaged: {e}"
-    return ""
 
 
 def verify(folder: Path, shards: bool = True) -> list[str]:
@@ -324,25 +319,20 @@ def refuse_to_begin_again(
     Raises:
         JobFailed: it had one.
     """
-    steps = [_safe_at(event) for event in events.newest_events(run)]
-    steps += [step_of(checkpoints / name) for name in {*touched, *skipped}]
-    if max(steps, default=0) > 0:
+    steps = [0, *(step_of(checkpoints / name) for name in {*touched, *skipped})]
+    for event in events.newest_events(run):  # snapshots have none of their own
+        match event:
+            case events.Checkpoint() | events.Resumed():
+                steps.append(event.step)
+            case events.RoundBroken() | events.AttemptEnded():
+                steps.append(event.committed or 0)
+    if max(steps) > 0:
         reasons = [f"{name}: {'; '.join(faults)}" for name, faults in skipped.items()]
         found = reasons or sorted(f.name for f in checkpoints.glob("step-*")) or ["nothing"]
         raise JobFailed(
             f"this run had a checkpoint of step {max(steps)}, and none that can be used is in {checkpoints} "
             f"(found: {', '.join(found)}). Put one back, or begin again with checkpoint.restart_from_zero=true."
         )
-
-
-def _safe_at(event: events.Event) -> int:
-    """Return the step that an event shows to be safe, 0 for none; snapshots have no event of their own."""
-    match event:
-        case events.Checkpoint() | events.Resumed():
-            return event.step
-        case events.RoundBroken() | events.AttemptEnded():
-            return event.committed or 0
-    return 0
 
 
 def remove(folder: Path) -> None:

@@ -247,7 +247,8 @@ class Checkpointer:
         if isinstance(cause, Fenced):
             raise cause
         self._copies_first |= isinstance(cause, Torn)
-        place = str(getattr(cause, "filename", None) or self.home / SHARDS).rpartition("/")[0]
+        file = getattr(cause, "filename", None)
+        place = str(file).rpartition("/")[0] if file else self.home
         cures = [cure.format(place) for errors, cure in _CURES if getattr(cause, "errno", None) in errors]
         what = f"{where}{type(cause).__name__}: {cause}"
         self.failure = " ".join([f"checkpoint of step {request.step} failed: {what}.", *cures])

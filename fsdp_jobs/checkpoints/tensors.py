@@ -69,12 +69,11 @@ class Unchanged:
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]):
-        self._tensors = {name: tensor for name, tensor in tensors.items() if not tensor.is_inference()}
-        self._counts = {name: _changes(tensor) for name, tensor in self._tensors.items()}
+        self._seen = {name: (tensor, _changes(tensor)) for name, tensor in tensors.items() if not tensor.is_inference()}
 
     def changed(self) -> list[str]:
         """Name the tensors that have changed since this was made."""
-        return [name for name, count in self._counts.items() if _changes(self._tensors[name]) != count]
+        return [name for name, (tensor, count) in self._seen.items() if _changes(tensor) != count]
 
 
 def _changes(tensor: Tensor) -> tuple[int, int]:

@@ -30,7 +30,7 @@ from fsdp_jobs.tiers.memory.tensors import Place, mapped, metadata_of, part_of
 
 _PIECE = 1 << 24  # elements copied at once
 _TRIES = 3  # to load a step, by rounds that died of it
-_TRIED = "tried"  # file of the steps tried
+_TRIED = "tried"  # file of the steps tried, once per round
 _FETCHED = "fetched"  # folder of files from other nodes for a restore
 
 
@@ -64,7 +64,8 @@ class Tier(Snapshots):
         if self.leads:
             shutil.rmtree(self.folder / _FETCHED, ignore_errors=True)
             here = [Found.of(*one, holder=ranks.rank) for one in snapshots_in(self.folder)]
-            tried = self._tried()
+            with suppress(OSError, ValueError):  # earlier rounds have tried none
+                tried = json.loads((self.folder / _TRIED).read_text())
         by_rank = ranks.gather((ranks.node, self.leads, here, tried))
         mates = [rank for rank, (node, *_) in enumerate(by_rank) if node == ranks.node]
         self._leader = next(rank for rank in mates if by_rank[rank][1])
@@ -93,12 +94,6 @@ class Tier(Snapshots):
         if lost_here is not None and lost_here != self._told:
             self._told = lost_here
             self.tell(*lost_here)
-        return []
-
-    def _tried(self) -> list[int]:
-        """Return the steps that earlier rounds tried to load, once per round."""
-        with suppress(OSError, ValueError):
-            return [int(step) for step in json.loads((self.folder / _TRIED).read_text())]
         return []
 
     def load(self) -> Restored | None:
