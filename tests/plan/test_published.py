@@ -7,10 +7,12 @@ from statistics import median
 
 import pytest
 
+from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.plan.choose import options_of
 from fsdp_jobs.plan.grouping import Grouping
 from fsdp_jobs.plan.plan import Plan, make_plan
 from fsdp_jobs.plan.shapes import shape_of
+from fsdp_jobs.plan.step_time import ATTENTION_IN_STEP, attention_rate
 from fsdp_jobs.plan.topology import Topology
 from tests.plan.published import OUT_OF_MEMORY, ROWS, Published, job, shape
 
@@ -82,6 +84,17 @@ def test_compiling_and_recomputing_move_the_prediction_the_right_way() -> None:
     assert len(pairs) >= 3
     for slow, fast in pairs:
         assert planned(slow).time.tokens_per_s_per_rank < planned(fast).time.tokens_per_s_per_rank
+
+
+# FlashAttention-2 at 8,192 tokens, batch 2: github.com/Azure/AI-benchmarking-guide, Azure_Results at 2a370be and before
+@pytest.mark.parametrize(
+    "hardware, head_width, published", [("a100_80", 64, 179.5), ("h200", 128, 329.3), ("b200", 128, 373.9)]
+)
+def test_attention_is_as_fast_as_published(hardware: str, head_width: int, published: float) -> None:
+    of = compose_job([f"hardware={hardware}"]).hardware
+    best = of.bf16_tflops * of.matmul_efficiency
+    rate = attention_rate(of, best * 1e12, head_width, 8192, "bf16") / 1e12 / ATTENTION_IN_STEP
+    assert 0.85 <= rate / published <= 1.15
 
 
 def test_each_strategy_of_a_row_is_priced() -> None:
