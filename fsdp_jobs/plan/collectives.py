@@ -53,7 +53,7 @@ class Group:
 
     def gather(self, sent: float) -> float:
         """Return seconds of an all-gather or reduce-scatter in which each rank of a ring sends `sent` bytes."""
-        if not sent or self.ranks < 2:
+        if not sent:
             return 0.0
         times = list(self._rings(sent, 1))
         if self.is_nccl and self.nodes == self.ranks > 2:
@@ -64,7 +64,7 @@ class Group:
 
     def all_reduce(self, sent: float) -> float:
         """Return seconds of an all-reduce in which each rank of a ring would send `sent` bytes."""
-        if not sent or self.ranks < 2:
+        if not sent:
             return 0.0
         times = list(self._rings(sent, 2))
         if not self.is_nccl:

@@ -128,8 +128,8 @@ def _moments(
     copied = shape.largest.inside_numel(group) * b_p
     in_forward = held + (head * group * b_p) * (2 if group > 1 else 1)
     in_loss = (root + head + (0 if reshard else blocks)) * group * b_p
-    in_head = in_loss + (arriving if reshard else 0)
-    in_block = held + (arriving if reshard else 0)
+    next_block = arriving if reshard else 0
+    in_head, in_block = in_loss + next_block, held + next_block
 
     # Gradients: sums kept between microbatches are whole (layout.accumulate_unsharded) or already reduced shards.
     whole_sums = microbatches > 1 and (layout.accumulate_unsharded or group == 1)
@@ -269,5 +269,4 @@ def _activations(shape: ModelShape, fsdp: FsdpConfig, data: DataConfig, b_p: int
         "selective": selective - inputs + kept_input,
     }[fsdp.activation_checkpointing]
     recomputed = {"none": 0, "selective": full - selective}.get(fsdp.activation_checkpointing, full)
-    units_per_layer = max(1, shape.n_blocks) / a.layers
-    return int(kept / units_per_layer), head, recomputed + tokens * (a.block_peak * b_p + scores * 4)
+    return int(kept * a.layers / max(1, shape.n_blocks)), head, recomputed + tokens * (a.block_peak * b_p + scores * 4)
