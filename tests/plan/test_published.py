@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 from statistics import median
 
 import pytest
@@ -14,6 +15,7 @@ from fsdp_jobs.plan.plan import Plan, make_plan
 from fsdp_jobs.plan.shapes import shape_of
 from fsdp_jobs.plan.step_time import ATTENTION_IN_STEP, attention_rate
 from fsdp_jobs.plan.topology import Topology
+from tests.plan import unseen
 from tests.plan.published import OUT_OF_MEMORY, ROWS, Published, job, shape
 
 
@@ -102,6 +104,29 @@ def test_each_strategy_of_a_row_is_priced() -> None:
     options = options_of(config, shape_of(config), Grouping(config, Topology.flat(8)))
     assert all(o.time.step >= o.time.compute > 0 for o in options)
     assert all(0 < o.time.mfu < 1 for o in options)
+
+
+def test_jobs_on_a100_that_set_no_constant_are_near() -> None:
+    rows = [r for r in unseen.UNSEEN if r.hardware.startswith("a100")]
+    rows += [r for r in unseen.SCALED if r.source == unseen.LEONARDO and r.gpus <= 16]
+    assert len(rows) >= 25
+    for row in rows:
+        assert 0.85 <= unseen.ratio(row) <= 1.1, row
+
+
+def test_hybrid_sharding_is_chosen_where_it_was_measured_to_be_faster() -> None:
+    settings = ("source", "model", "gpus", "micro_batch", "seq_len", "checkpointing")
+    faster = [
+        hybrid
+        for whole, hybrid in product(unseen.SCALED, unseen.SCALED)
+        if (whole.strategy, hybrid.strategy) == ("full_shard", "hybrid_shard")
+        and all(getattr(whole, s) == getattr(hybrid, s) for s in settings)
+        and hybrid.published >= 1.1 * whole.published
+    ]
+    assert len(faster) >= 10
+    for row in faster:
+        layout = unseen.planned(row, "auto").layout
+        assert layout.strategy.startswith("hybrid") and layout.shard_group < row.gpus, row
 
 
 def main() -> None:
