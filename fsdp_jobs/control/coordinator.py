@@ -329,7 +329,7 @@ class Coordinator(Attempt):
             for message in filter(None, news):
                 agent.send(message)
             partner = None if other is None else (chosen[other].address, chosen[other].copies)
-            agent.send(messages.Round(*known, rank, layout.to_json(), partner))
+            agent.send(messages.Round(*known, rank, layout.to_json(), chosen[-1].node, partner))
         nodes, hosts = [a.node for a in chosen], [a.host for a in chosen]
         spares, why = [by_name[name].node for name in plan.spares], list(plan.reasons)
         sharding = (layout.strategy, layout.shard_group, layout.world_size)

@@ -31,6 +31,7 @@ from fsdp_jobs.node.rendezvous import CoordinatorRendezvous
 from fsdp_jobs.node.tier import Tier
 from fsdp_jobs.run.beside import start_thread
 from fsdp_jobs.run.failure import Failure, summary, waited_s
+from fsdp_jobs.run.messages import Round
 from fsdp_jobs.run.processes import has_signal, kill_families, kills_for_memory
 from fsdp_jobs.run.rank_state import SAVES_NOTHING, Phase, Request
 from fsdp_jobs.run.tail import last_lines
@@ -47,7 +48,7 @@ _STOP_RANKS_S = 5  # SIGTERM to SIGKILL for ranks of a broken round: they restar
 class Follower(Protocol):
     """Works beside the ranks, on the node of rank 0."""
 
-    def begin_round(self, has_rank_0: bool) -> None:
+    def begin_round(self, round_: Round) -> None:
         """Start before the ranks, if rank 0 is here; otherwise stop the work of earlier rounds."""
 
     def close(self) -> None:
@@ -76,7 +77,7 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> Any:
         self._kills_for_memory = kills_for_memory()
         for follower in self._followers:
-            follower.begin_round(has_rank_0=self._handler.round.rank == 0)
+            follower.begin_round(self._handler.round)
         for tier in self._tiers:
             tier.begin_round(self._handler.round)
         return super()._start_workers(worker_group)

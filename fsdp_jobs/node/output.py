@@ -1,7 +1,7 @@
-"""Read steps and losses from the output of rank 0, if the user's program reports none. No torch.
+"""Read steps and losses from the output of rank 0 or the last rank, if the user's program reports none. No torch.
 
 Without a setting it recognizes lines with a step and a loss, as torchtitan, lingua, nanoGPT and most scripts print
-them; transformers' Trainer, which shows its steps only in its progress bar; and Lightning's progress bar.
+them; transformers' Trainer, which shows its steps only in its progress bar; and the bars of Lightning and diffusers.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.events import append_line
 from fsdp_jobs.run.failure import CONTROL
 from fsdp_jobs.run.goodput import StepClock
+from fsdp_jobs.run.messages import Round
 from fsdp_jobs.run.rank_state import RankState
 from fsdp_jobs.run.tail import newest_json_lines, size_of
 from fsdp_jobs.run.term import job_time
@@ -33,13 +34,13 @@ _LONGEST_LINE = 1 << 12  # bytes of a line that are parsed
 _NUMBER = r"[-+]?\d{1,3}(?:,\d{3})+\.\d+|[-+]?\d+\.?\d*(?:e[-+]?\d+)?|[-+]?inf|nan"
 _NO_TRAINING = "".join(f"(?<!{word} )" for word in ("val", "eval", "test", "valid", "validation", "evaluation"))
 _LOSS = re.compile(
-    rf"(?<![\w/]){_NO_TRAINING}(?:train(?:ing)?[_ /])?loss(?:_step)?"
+    rf"(?<![\w/]){_NO_TRAINING}(?:(?:train(?:ing)?|step|total)[_ /])?loss(?:_step| train)?"
     rf"['\"]?\s*[:=]?\s*['\"]?(?:tensor\()?(?P<loss>{_NUMBER})",
     re.IGNORECASE,
 )
 _STEP = re.compile(
     rf"\b{_NO_TRAINING}(?:global[_ ]?step|step|iter(?:ation)?)s?['\"]?\s*[:=#]?\s*"
-    r"(?P<step>\d[\d,]*)(?:\s*(?:/|of)\s*(?P<steps>\d[\d,]*))?",
+    r"(?:\d+%\|.*\|\s*)?(?P<step>\d[\d,]*)(?![\d.]*[\w%])(?:\s*(?:/|of)\s*(?P<steps>\d[\d,]*))?",
     re.IGNORECASE,
 )
 _BAR = re.compile(r"\s*\d+%\|.*\| (?P<step>\d+)/(?P<steps>\d+) \[")
@@ -110,22 +111,27 @@ def _whole(number: str) -> int:
 
 
 class OutputMetrics:
-    """Records in `metrics.jsonl` what rank 0 prints, in a thread, while no rank reports steps itself."""
+    """Records in `metrics.jsonl` what a rank prints, in a thread, while no rank reports steps itself.
+
+    That is rank 0 or, as in Megatron, the last one: the first to print a step.
+    """
 
     def __init__(self, pattern: str | None, run: RunDir, attempt: int, node: int, states: Sequence[RankState]):
-        self._pattern, self._run, self._attempt, self._states = pattern, run, attempt, states
-        self._log = run.rank_log(attempt, node, 0)
+        self._pattern, self._run, self._states = pattern, run, states
+        self._attempt, self._node = attempt, node
         self._lock = threading.Lock()
-        self._round: _Round | None = None  # None while rank 0 is on another node
+        self._followed: list[_Followed] = []  # none while rank 0 is on another node
         self._over = threading.Event()
         self._thread = start_thread(self._watch, "output")
 
-    def begin_round(self, has_rank_0: bool) -> None:
-        """Read the output of rank 0 from now on, if it is here."""
+    def begin_round(self, round_: Round) -> None:
+        """Read output from now on, if rank 0 is here."""
         with self._lock:
             self._look(is_end=True)  # of the previous round
-            size = size_of(self._log)
-            self._round = _Round(Reader(self._pattern), StepClock(self._run), size, job_time()) if has_rank_0 else None
+            ranks = {0: self._node, round_.size * len(self._states) - 1: round_.last} if round_.rank == 0 else {}
+            logs = [self._run.rank_log(self._attempt, node, rank) for rank, node in ranks.items()]
+            made = (Reader(self._pattern), StepClock(self._run))
+            self._followed = [_Followed(log, *made, size_of(log), job_time()) for log in logs]
 
     def close(self) -> None:
         self._over.set()
@@ -139,24 +145,29 @@ class OutputMetrics:
 
     def _look(self, is_end: bool = False) -> None:
         if any(state.read().step >= 0 for state in self._states):
-            self._round = None  # for good: the ranks' states are cleared when they end
-        if self._round is None:
-            return
-        with suppress(OSError):  # no log yet, or no disk; the next call tries again
-            now, before = job_time(), self._round.looked_at
-            written_at = self._log.stat().st_mtime + now - time.time()  # a killed rank's lines are older than now
-            now = min(now, max(before, written_at))
-            readings = list(self._round.new(self._log, is_end))
-            self._round.looked_at = now
-            for i, reading in enumerate(readings, 1):  # spread evenly over the time since the last read
-                line = self._round.line(self._run, reading, before + (now - before) * i / len(readings))
-                append_line(self._run.metrics, line | {"attempt": self._attempt})
+            self._followed = []  # for good: the ranks' states are cleared when they end
+        for followed in self._followed:
+            with suppress(OSError):  # no log yet, or no disk; the next call tries again
+                now, before = job_time(), followed.looked_at
+                written_at = (
+                    followed.log.stat().st_mtime + now - time.time()
+                )  # a killed rank's lines are older than now
+                now = min(now, max(before, written_at))
+                readings = list(followed.new(is_end))
+                followed.looked_at = now
+                for i, reading in enumerate(readings, 1):  # spread evenly over the time since the last read
+                    line = followed.line(self._run, reading, before + (now - before) * i / len(readings))
+                    append_line(self._run.metrics, line | {"attempt": self._attempt})
+                if readings:
+                    self._followed = [followed]
+                    return
 
 
 @dataclass
-class _Round:
-    """State of a round, as read from rank 0's output."""
+class _Followed:
+    """State of a round, as read from a rank's output."""
 
+    log: Path
     reader: Reader
     clock: StepClock
     offset: int  # bytes of the log already read
@@ -164,18 +175,18 @@ class _Round:
     newest: Reading | None = None
     done_at: float = 0.0  # when the newest was printed
 
-    def new(self, log: Path, is_end: bool) -> Iterator[Reading]:
+    def new(self, is_end: bool) -> Iterator[Reading]:
         """Yield later steps in new lines, including an unfinished last line at the end of the log."""
         reached = -1 if self.newest is None else self.newest.step
-        for line in self._lines(log, is_end):
+        for line in self._lines(is_end):
             reading = self.reader.read(line[:_LONGEST_LINE].decode(errors="replace"))
             if reading is not None and reading.step > reached:
                 reached = reading.step
                 yield reading
 
-    def _lines(self, log: Path, is_end: bool) -> Iterator[bytes]:
+    def _lines(self, is_end: bool) -> Iterator[bytes]:
         """Yield up to 1 MiB of new lines, all at the end. A progress bar ends a line only with the next one."""
-        with log.open("rb") as f:
+        with self.log.open("rb") as f:
             if f.seek(0, os.SEEK_END) < self.offset:  # the log was truncated
                 self.offset = 0
             f.seek(self.offset)

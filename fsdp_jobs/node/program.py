@@ -12,6 +12,7 @@ from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir, digest_of
 from fsdp_jobs.run.leaves import modules_in
+from fsdp_jobs.run.messages import Round
 from fsdp_jobs.run.record import Record
 
 TRAINER = "fsdp_jobs.train"  # the module that ranks run when the job names no program
@@ -65,8 +66,8 @@ class Edits:
         self._script, self._run, self._attempt = script, run, attempt
         self._known = run.read_job().get("script_sha256")  # None: the file could not be read at submission
 
-    def begin_round(self, has_rank_0: bool) -> None:
-        now = digest_of(self._script) if has_rank_0 and self._known else None
+    def begin_round(self, round_: Round) -> None:
+        now = digest_of(self._script) if round_.rank == 0 and self._known else None
         if now is not None and now != self._known:
             events.record(self._run, self._attempt, events.CodeChanged(self._script))
             self._known = now

@@ -14,6 +14,7 @@ from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir, read_json
+from fsdp_jobs.run.messages import Round
 from fsdp_jobs.run.tail import Tail
 
 FLUSH_S = 10.0  # for the tracker process to send the rest once its standard input is closed
@@ -29,9 +30,9 @@ class TrackerProcess:
         self.kind, self.run, self.attempt, self.node = config.tracking.kind, run, attempt, node
         self._process: subprocess.Popen[bytes] | None = None
 
-    def begin_round(self, has_rank_0: bool) -> None:
+    def begin_round(self, round_: Round) -> None:
         """Start the process if rank 0 is here; otherwise let an earlier one flush and exit."""
-        if not has_rank_0:
+        if round_.rank != 0:
             self._end_input()
         elif self.kind != "none" and (self._process is None or self._process.poll() is not None):
             file = self.run.tracking_log(self.attempt, self.node)

@@ -149,10 +149,11 @@ class Round(Message):
     shard_group: int
     rank: int  # of the node
     layout: str  # JSON of a `Layout`
+    last: int  # the node with the last ranks
     partner: tuple[str, int] | None  # address and port of the agent that receives its snapshots
 
 
-NO_ROUND = Round(-1, 0, 0, 0, -1, "", None)
+NO_ROUND = Round(-1, 0, 0, 0, -1, "", -1, None)
 
 
 class Break(Message):

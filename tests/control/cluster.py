@@ -57,7 +57,9 @@ class Cluster:
             drop=lambda: None,
             heard=self.now,
         )
-        running = messages.Round(round_, 1, size, 2, rank=0, layout="", partner=None) if round_ >= 0 else NO_ROUND
+        running = (
+            messages.Round(round_, 1, size, 2, rank=0, layout="", last=1, partner=None) if round_ >= 0 else NO_ROUND
+        )
         hello = messages.Hello(
             member,
             term=running.term,

@@ -19,7 +19,7 @@ from fsdp_jobs.run.env import COORDINATOR_ENV
 from fsdp_jobs.run.failure import Failure
 from fsdp_jobs.run.rank_state import Phase, Request
 
-ROUND = messages.Round(3, 4, 2, 2, rank=1, layout="", partner=None)
+ROUND = messages.Round(3, 4, 2, 2, rank=1, layout="", last=1, partner=None)
 
 
 class FakeLink:

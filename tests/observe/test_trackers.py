@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.schema import dump_config
 from fsdp_jobs.node.tracker import TrackerProcess, unsent_lines
 from fsdp_jobs.run.beside import wait_until
 from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.messages import NO_ROUND
 from fsdp_jobs.run.verdict import KILLED, judge
 from tests.jobs import Job, environment, job
 from tests.recorded import HOSTILE, add_line, recorded_run
@@ -30,9 +32,9 @@ def test_a_tracker_whose_files_are_of_no_use_ends_no_agent(tmp_path: Path) -> No
     run = recorded_run(tmp_path)
     tracker = TrackerProcess(compose_job(["tracking=mlflow"]), run, 0, 0)
     tracker.run = RunDir(tmp_path / "recorded" / "config.yaml")  # where no folder can be made
-    tracker.begin_round(has_rank_0=True)
+    tracker.begin_round(replace(NO_ROUND, rank=0))
     tracker.run = run
-    tracker.begin_round(has_rank_0=True)
+    tracker.begin_round(replace(NO_ROUND, rank=0))
     run.tracking.write_text("{")
     tracker.close()
 

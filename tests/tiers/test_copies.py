@@ -23,7 +23,7 @@ def _keeper(folder: Path, run: RunDir) -> Tier:
 
 
 def _round(term: int, partner: tuple[str, int]) -> Round:
-    return Round(number=term, term=term, size=2, shard_group=2, rank=0, layout="", partner=partner)
+    return Round(number=term, term=term, size=2, shard_group=2, rank=0, layout="", last=1, partner=partner)
 
 
 def _snapshot(folder: Path, term: int) -> Slot:
