@@ -29,6 +29,15 @@ _RECORDED = "2000"
 # Variables that configure CUDA's allocator; all supported versions of torch read the first.
 _ALLOCATOR_ENV = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
+# SLURM's variables of a task: an agent is its step's only one, while programs take them for a rank's, as under srun.
+_TASK = {
+    "SLURM_PROCID": "RANK",
+    "SLURM_LOCALID": "LOCAL_RANK",
+    "SLURM_NTASKS": "WORLD_SIZE",
+    "SLURM_NODEID": "GROUP_RANK",
+    "SLURM_NNODES": "GROUP_WORLD_SIZE",
+}
+
 
 class RankLogs(LogsSpecs):
     """Passes each rank its log, error file and layout in its environment; ranks redirect their own output."""
@@ -59,6 +68,7 @@ class RankLogs(LogsSpecs):
                 "TORCH_FR_DUMP_TEMP_FILE": f"{self.run.node(self.attempt, self.node)}/{FLIGHT_RECORDER}",
                 "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": f"{self.folder}/{FLIGHT_RECORDER}",
             } | defaults
+            env |= {name: env[of_rank] for name, of_rank in _TASK.items() if name in os.environ}
         no_files = dict.fromkeys(envs, "")
         return LogsDest(stdouts=no_files, stderrs=no_files, error_files=error_files)  # newer versions have more fields
 

@@ -22,10 +22,10 @@ SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 def found_by_a_rank(folder: Path, *overrides: str) -> dict[str, str]:
     """The variables of rank 0 in the first round of a job."""
     layout = Layout("full_shard", 2, 2).to_json()
-    round_ = Round(0, 1, size=1, shard_group=2, rank=0, layout=layout, partner=None)
+    round_ = Round(0, 1, size=1, shard_group=2, rank=0, layout=layout, last=0, partner=None)
     place = {"run": RunDir(folder), "folder": folder, "agent": SimpleNamespace(attempt=0, node=0)}
     handler: Any = SimpleNamespace(config=compose_job(list(overrides)), round=round_, **place)
-    env = {"RANK": "0"}
+    env = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "GROUP_RANK": "2", "GROUP_WORLD_SIZE": "4"}
     RankLogs(handler).reify({0: env})
     assert json.loads(env["FSDP_JOBS_LAYOUT"])["strategy"] == "full_shard"
     return env
@@ -52,3 +52,16 @@ def test_the_users_size_of_nccls_record_holds_by_either_name(
     monkeypatch.setenv(users, "50000")
     found = found_by_a_rank(tmp_path)
     assert [found[name] for name in RECORDER] == ["50000", "50000"]
+
+
+def test_a_program_that_takes_its_rank_from_slurm_finds_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SLURM knows one task a node, its agent: each rank would be number 0 of 1."""
+    names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NODEID", "SLURM_NNODES")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    assert not {*names} & {*found_by_a_rank(tmp_path)}
+    for name, of_agent in zip(names, "00101", strict=True):
+        monkeypatch.setenv(name, of_agent)
+    assert [found_by_a_rank(tmp_path)[name] for name in names] == ["5", "1", "8", "2", "4"]
