@@ -211,14 +211,25 @@ def _run(program: Program) -> int:
 
 
 def _reason(error: BaseException) -> BaseException:
-    """Return the lost peer that led to an exception, or the exception itself: programs wrap what they catch."""
+    """Return what led to an exception: a lost peer or DataLoader's worker, or the exception, of a group the first.
+
+    Programs wrap what they catch.
+    """
+    from torch._C import _error_if_any_worker_fails
+
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise once more for each worker that ends
+    time.sleep(0.1)  # a worker that has closed its pipe may not have ended
+    try:
+        _error_if_any_worker_fails()
+    except RuntimeError as of_worker:
+        return of_worker
     chain = [error]
     for e in chain:
         if isinstance(e, RuntimeError) and reports_lost_peer(str(e)):
             return e
         causes = (e.__cause__, e.__context__, *getattr(e, "exceptions", ()))
         chain += [cause for cause in causes if cause is not None and cause not in chain]
-    return error
+    return next(e for e in chain if not isinstance(e, BaseExceptionGroup))
 
 
 def _of_program(trace: TracebackType | None) -> TracebackType | None:

@@ -292,6 +292,42 @@ def test_a_lost_peer_is_the_reason_however_the_program_wraps_it(
     assert message == "RuntimeError: Connection closed by peer"
 
 
+def test_the_exception_of_a_task_is_the_reason(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's own group of them says how many there are, and names none."""
+    task = "async def task(): raise KeyError('no reward')\n"
+    main = "async def main():\n  async with asyncio.TaskGroup() as tasks: tasks.create_task(task())\n"
+    (folder / "train.py").write_text(f"import asyncio\n{task}{main}asyncio.run(main())\n")
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "error.json"))
+    assert _run(Program("train.py", False, "", [])) == 1
+    assert json.loads((folder / "error.json").read_text())["message"]["message"] == "KeyError: 'no reward'"
+
+
+WORKER = """
+import os, signal, torch
+from torch.utils.data import DataLoader, Dataset
+
+class Samples(Dataset):
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, i):
+        if i in (20, 23):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.zeros(1)
+
+for batch in DataLoader(Samples(), batch_size=2, num_workers=2):
+    pass
+"""
+
+
+def test_a_data_loaders_worker_that_is_killed_is_the_reason(tmp_path: Path) -> None:
+    """Its end breaks a pipe, and torch raises its own error once more for each worker that ends."""
+    done = rank_of(tmp_path, WORKER, str(tmp_path / "log"))
+    assert done.returncode == 1, done.stderr
+    error = json.loads((tmp_path / "error.json").read_text())["message"]["message"]
+    assert error.startswith("RuntimeError: DataLoader worker (pid"), error
+
+
 def test_an_exception_that_the_programs_own_hook_cannot_show_is_shown(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
