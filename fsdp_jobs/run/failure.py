@@ -10,7 +10,7 @@ from fsdp_jobs.run.verdict import EXIT_REQUEUE, FINAL_ERRORS
 
 # Errors of a collective that has lost a peer: the rank that raises them is a victim, not the cause.
 _PEER_GONE = re.compile(
-    r"closed by peer|reset by peer|broken pipe|connection (was )?(closed|refused|reset)|timed out|"
+    r"closed by peer|reset by peer|broken pipe|connection (was )?(closed|refused|reset)|(?<!DataLoader )timed out|"
     r"before timing out|wait timeout|socket (closed|timeout)|remote error|remote process exited|ncclRemoteError|"
     r"ncclSystemError|unhandled system error|communicator was aborted|no route to host|heartbeat",
     re.IGNORECASE,
@@ -25,7 +25,10 @@ _OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|can't allocate memo
 CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0e-\x1f\x7f]")
 
 # A message with another process's traceback, and the error at its end.
-_RAISED_ELSEWHERE = re.compile(r"(?s:.*)Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*(?P<error>\S.*)")
+_RAISED_ELSEWHERE = re.compile(
+    r"(?s:.*)Traceback \(most recent call last\):\n(?P<inner>[ \t]+).*\n(?:(?P=inner).*\n|\n)*\s*(?P<error>\S.*)"
+)
+_RULE = re.compile(r"[=-]{9,}")  # a line across the page
 
 # Errors of the machine, not of the program.
 _HARDWARE = re.compile(r"CUDA error|uncorrectable|\bECC\b|\bXid\b|cudaError|CUDA driver|no CUDA GPUs", re.IGNORECASE)
@@ -59,7 +62,7 @@ def summary(message: str) -> str:
     That is one that reports a lost peer, the exception of another process whose traceback the message has, as of a
     DataLoader's worker, or the line that a colon announces. Control sequences are left out: they are for a terminal.
     """
-    message = CONTROL.sub("", message)
+    message = _RULE.sub("", CONTROL.sub("", message))
     lines = [line.strip() for line in message.splitlines() if line.strip()] or [""]
     raised = _RAISED_ELSEWHERE.match(message)
     rest = [raised["error"]] if raised else lines[1:2] if lines[0].endswith(":") else []

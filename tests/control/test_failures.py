@@ -299,6 +299,7 @@ Last error:"""
         ("DistStoreError: wait timeout after 2000ms, keys: /default_pg/0//cuda//1", True, False),
         ("TimeoutError: download of s3://data/7 timed out", False, False),
         ("BrokenPipeError: [Errno 32] Broken pipe", False, False),
+        ("RuntimeError: DataLoader timed out after 30 seconds", False, False),
         ("KeyError: 'heartbeat'", False, False),
         ("AcceleratorError: CUDA error: device-side assert triggered", False, False),
         ("OutOfMemoryError: the kernel killed it because memory had run out", False, False),

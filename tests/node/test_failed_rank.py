@@ -32,6 +32,27 @@ Traceback (most recent call last):
 
 ValueError: no such optimizer
 """
+LAUNCHED = """
+============================================================
+train FAILED
+------------------------------------------------------------
+Failures:
+  <NO_OTHER_FAILURES>
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-28_07:35:25
+  rank      : 1 (local_rank: 1)
+  exitcode  : 1 (pid: 26591)
+  traceback : Traceback (most recent call last):
+    File "/v/torch/distributed/elastic/multiprocessing/errors/__init__.py", line 366, in wrapper
+      return f(*args, **kwargs)
+             ^^^^^^^^^^^^^^^^^^
+    File "/home/train.py", line 9, in train
+      raise KeyError("vocab.json")
+  KeyError: 'vocab.json'
+
+============================================================"""
 
 
 def _after_step_7(folder: Path) -> RankState:
@@ -49,6 +70,8 @@ SPAWNED_SAYS = "ProcessRaisedException: -- Process 1 terminated with the followi
     [
         (f"OSError: {WORKER}", f"{WORKER_SAYS}: OSError: cat-0017.jpg is truncated"),
         (f"ProcessRaisedException: {SPAWNED}", f"{SPAWNED_SAYS}: ValueError: no such optimizer"),
+        (f"ChildFailedError: {LAUNCHED}", "ChildFailedError: KeyError: 'vocab.json'"),  # of a torchrun in the program
+        ("ChildFailedError: \n=========\ntrain.py FAILED\n---------\n", "ChildFailedError: train.py FAILED"),
         ("RuntimeError: Errors in the state of Net:\n\tno head.", "RuntimeError: Errors in the state of Net: no head."),
         ("ValueError: bad\nTraceback", "ValueError: bad"),
         ("ImportError: \n\nneeds sentencepiece\n", "ImportError: needs sentencepiece"),  # as transformers writes them
