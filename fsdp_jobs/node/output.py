@@ -92,22 +92,12 @@ class Reader:
 
 def _loss_in(text: str) -> float | None:
     found = _LOSS.search(text)
-    return _value(found["loss"]) if found else None
-
-
-def _value(number: str) -> float:
-    return float(number.replace(",", ""))
+    return float(found["loss"].replace(",", "")) if found else None
 
 
 def _reading(groups: dict[str, str | None]) -> Reading | None:
-    step, steps, loss = (groups.get(name) for name in ("step", "steps", "loss"))
-    if not step:
-        return None
-    return Reading(_whole(step), _whole(steps) if steps else None, _value(loss) if loss else None)
-
-
-def _whole(number: str) -> int:
-    return int(number.replace(",", ""))
+    step, steps, loss = ((groups.get(name) or "").replace(",", "") for name in ("step", "steps", "loss"))
+    return Reading(int(step), int(steps) if steps else None, float(loss) if loss else None) if step else None
 
 
 class OutputMetrics:
@@ -129,9 +119,11 @@ class OutputMetrics:
         with self._lock:
             self._look(is_end=True)  # of the previous round
             ranks = {0: self._node, round_.size * len(self._states) - 1: round_.last} if round_.rank == 0 else {}
-            logs = [self._run.rank_log(self._attempt, node, rank) for rank, node in ranks.items()]
             made = (Reader(self._pattern), StepClock(self._run))
-            self._followed = [_Followed(log, *made, size_of(log), job_time()) for log in logs]
+            self._followed = [
+                _Followed(log := self._run.rank_log(self._attempt, node, rank), *made, size_of(log), job_time())
+                for rank, node in ranks.items()
+            ]
 
     def close(self) -> None:
         self._over.set()
@@ -192,7 +184,7 @@ class _Followed:
             f.seek(self.offset)
             while piece := f.read(_MOST):
                 *whole, rest = re.split(rb"[\r\n]", piece)
-                self.offset += sum(len(line) + 1 for line in whole) or len(rest) // _MOST * _MOST  # an endless line
+                self.offset += len(piece) - len(rest) or len(rest) // _MOST * _MOST  # an endless line
                 is_last = len(piece) < _MOST
                 yield from whole
                 if rest.endswith(b"]") or (is_end and is_last):

@@ -35,7 +35,7 @@ _HARDWARE = re.compile(r"CUDA error|uncorrectable|\bECC\b|\bXid\b|cudaError|CUDA
 
 # CUDA's errors that a program causes on a sound machine, too.
 _OF_PROGRAM = re.compile(
-    r"device-side assert|illegal memory access|misaligned address|out of memory|invalid|no kernel image|not supported",
+    r"device-side assert|illegal memory access|misaligned address|invalid|no kernel image|not supported",
     re.IGNORECASE,
 )
 
