@@ -61,17 +61,12 @@ def _fork(preload: list[str], _executable: str, arguments: Sequence[str], descri
             kept = sorted({0, 1, 2, *descriptors})
             for low, high in pairwise([*kept, resource.getrlimit(resource.RLIMIT_NOFILE)[0]]):
                 os.closerange(low + 1, high)
-            _import(preload)
+            gc.disable()
+            for name in preload:
+                with suppress(ImportError):
+                    import_module(name)
+            gc.freeze()
+            gc.enable()
             exec(arguments[-1], {})
     finally:
         os._exit(1)
-
-
-def _import(modules: list[str]) -> None:
-    """Import modules, without those that do not exist, and freeze all objects of this process."""
-    gc.disable()
-    for name in modules:
-        with suppress(ImportError):
-            import_module(name)
-    gc.freeze()
-    gc.enable()

@@ -36,7 +36,7 @@ class Program(Record):
         if config.script is None:
             return cls(config.module or TRAINER, True, str(code if code.is_dir() else Path.cwd()), args)
         copied = code / config.script
-        file = copied if copied.exists() and not Path(config.script).is_absolute() else Path(config.script).absolute()
+        file = copied if copied.exists() else Path(config.script).absolute()
         return cls(str(file), False, str((file.resolve() if file.is_symlink() else file).parent), args)
 
     @property
@@ -56,7 +56,7 @@ class Program(Record):
             text = next((file.read_text(errors="replace") for file in files if file.is_file()), "")
         found: list[str] = _IMPORTED.findall(text)
         library = ["fsdp_jobs.job", *modules_in("rank")] if "fsdp_jobs" in found else []
-        return [*(name for name in found if name != "fsdp_jobs"), *library]
+        return found + library
 
 
 class Edits:

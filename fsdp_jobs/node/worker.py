@@ -107,9 +107,12 @@ def run_program() -> None:
         sys.path[0] = program.folder  # replaces the agent's
     sys.argv = [program.what, *program.args]
     atexit.register(_end_children)
-    _seed_anew()
+    for module in ("torch", "numpy.random"):  # their generators are the fork server's; Python reseeds its own
+        if module in sys.modules:
+            sys.modules[module].seed()
     logging.root.handlers, logging.root.level = [], logging.WARNING  # the agent's, which the program may configure
-    os.register_at_fork(after_in_child=_is_no_rank)
+    # No exception of a process that the program forks counts as its rank's.
+    os.register_at_fork(after_in_child=lambda: os.environ.pop("TORCHELASTIC_ERROR_FILE", None))
     rank, state = os.getpid(), RankState(os.environ[RANK_STATE_ENV], int(os.environ["LOCAL_RANK"]))
     frozen = gc.get_freeze_count()
     exit_code = _run(program)
@@ -123,18 +126,6 @@ def run_program() -> None:
     if is_leaving and state.requested() is Request.PARK and os.getpid() == rank:  # else it is a fork of the program
         _park(state)
     os._exit(exit_code)  # torch's agent would keep the process, and its sockets, until its node's ranks have ended
-
-
-def _is_no_rank() -> None:
-    """Let no exception of a process that the program forks count as its rank's."""
-    os.environ.pop("TORCHELASTIC_ERROR_FILE", None)
-
-
-def _seed_anew() -> None:
-    """Seed generators imported in the fork server, as a new interpreter would; Python reseeds its own."""
-    for module in ("torch", "numpy.random"):
-        if module in sys.modules:
-            sys.modules[module].seed()
 
 
 def _end_children() -> None:
@@ -178,6 +169,7 @@ def _run(program: Program) -> int:
     """Run the program. Returns its exit code; prints an exception and writes it to torch's error file."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+    record = get_error_handler().record_exception
     # It stays for threads and functions of atexit that run when the program has ended: they may pickle its classes.
     main = sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -190,15 +182,13 @@ def _run(program: Program) -> int:
             runpy._run_code(script, vars(main), mod_name="__main__", script_name=program.what)  # type: ignore[attr-defined]
         return 0
     except BaseException as e:
-        if isinstance(e, SystemExit) and (e.code is None or isinstance(e.code, int)):
+        if isinstance(e, SystemExit) and isinstance(e.code, int | None):
             code = (e.code or 0) & 0xFF
             if code not in (EXIT_DONE, EXIT_REQUEUE) and isinstance(e.__context__, Exception):
-                get_error_handler().record_exception(
-                    _reason(e.__context__)
-                )  # its handler has shown it, as Hydra's does
+                record(_reason(e.__context__))  # its handler has shown it, as Hydra's does
             return code
         try:
-            get_error_handler().record_exception(_reason(e))
+            record(_reason(e))
             if isinstance(e, SystemExit):
                 print(e.code, file=sys.stderr)
             elif isinstance(e, BadInput | JobFailed):  # its message says what to do
