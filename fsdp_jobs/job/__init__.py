@@ -110,7 +110,6 @@ class _Job:
         self.timer = StepTimer(self.device)
         self.report(Phase.STARTING)
         self.agreement_group = dist.new_group(backend="gloo")
-        self._words = torch.zeros(2, dtype=torch.int64)  # a request, and microseconds of this rank's own time
         self.begin_agreement()
 
     def begin_agreement(self) -> None:
@@ -121,7 +120,7 @@ class _Job:
             request = max(request, self.rank_state.requested())
             if request is Request.SAVE:
                 self.rank_state.request(Request.NONE)  # served once; other requests stay until the ranks have ended
-        self._words[0], self._words[1] = int(request), int(self.timer.compute_s * 1e6)
+        self._words = torch.tensor([request, int(self.timer.compute_s * 1e6)])  # its own time: microseconds
         self._agreeing = dist.all_reduce(self._words, dist.ReduceOp.MAX, group=self.agreement_group, async_op=True)
 
     def agreed(self) -> tuple[Request, float]:

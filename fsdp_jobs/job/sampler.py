@@ -36,9 +36,8 @@ def own_positions(first: int, batch: int, rank: int, world: int) -> range:
     return range(first + rank * batch // world, first + (rank + 1) * batch // world)
 
 
-def _mix(value: int, round_: int, epoch: int, seed: int) -> int:
+def _mix(z: int, round_: int, epoch: int, seed: int) -> int:
     """Return a 64-bit hash of four integers (the finaliser of splitmix64, Steele et al. 2014)."""
-    z = value
     for salt in (round_, epoch, seed):
         z = (z + (salt + 1) * 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
         z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
@@ -77,8 +76,7 @@ class ElasticSampler(Sampler[list[int]]):
             ValueError: some rank would get no sample.
         """
         self.samples, self.batch, self.seed = len(data), batch, seed
-        self.rank = dist.get_rank() if dist.is_initialized() else 0
-        self.world = dist.get_world_size() if dist.is_initialized() else 1
+        self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         self.steps_done, self._has_begun = 0, False
         if batch < self.world:
             raise ValueError(f"batch={batch} leaves some of {self.world} ranks without a sample")

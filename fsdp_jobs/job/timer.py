@@ -92,6 +92,6 @@ class StepTimer:
         self.compute_s = on_gpu * self._blocks_per_measured if self._is_cuda else host_s
         self._steps += 1
         if self._steps > _WARM_UP:
-            work, attention = float(sum(s.work for s in spans)), float(sum(s.attention for s in spans))
+            work, attention = sum(s.work for s in spans), sum(s.attention for s in spans)
             new = (1, step_s, data_s, checkpoint_s, self.compute_s, host_s, work, slowest_s, attention)
             self.sums = Times(*(a + b for a, b in zip(self.sums, new, strict=True)))
