@@ -64,6 +64,7 @@ def run_agent(args: argparse.Namespace, signals: Signals) -> int:
     """Run this node's ranks through all rounds of an attempt. Returns the attempt's exit code."""
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
+    from fsdp_jobs.node import forkserver, worker
     from fsdp_jobs.node.elastic_agent import Agent, Follower
     from fsdp_jobs.node.output import OutputMetrics
     from fsdp_jobs.node.rank_logs import LogKeeper, RankLogs
@@ -87,7 +88,9 @@ def run_agent(args: argparse.Namespace, signals: Signals) -> int:
         copies=max((tier.port for tier in tiers), default=0),
         id=uuid.uuid4().hex,
     )
+    program = Program.of(config, run)
     os.environ |= {
+        PROGRAM_ENV: program.to_json(),
         RANK_STATE_ENV: str(folder),
         RUN_DIR_ENV: str(run.path),
         AGENT_PID_ENV: str(os.getpid()),
@@ -95,8 +98,11 @@ def run_agent(args: argparse.Namespace, signals: Signals) -> int:
     }
     for tier in tiers:
         os.environ |= tier.environment
-    program = Program.of(config, run)
-    entrypoint, entry_args = _entrypoint(program)  # it forks, so call it before there are threads
+    entrypoint: Callable[[], None] | str = sys.executable
+    entry_args: tuple[str, ...] = ("-m", "fsdp_jobs.node.worker")
+    if program.is_python:
+        forkserver.start(program.preload)  # it forks: there are no threads yet
+        entrypoint, entry_args = worker.run_program, ()
     gc.freeze()
     gc.enable()
     log.take_over("torch.distributed")  # in the agent only: ranks keep torch's handlers
@@ -119,7 +125,7 @@ def run_agent(args: argparse.Namespace, signals: Signals) -> int:
     if config.is_program:
         followers.append(OutputMetrics(config.program.metrics, run, attempt, args.node, handler.states))
     followers.append(TrackerProcess(config, run, attempt, args.node))
-    agent = Agent(spec, RankLogs(handler), handler, followers, tiers)
+    agent = Agent(spec, RankLogs(handler), handler, [*followers, *tiers])
     signals.pass_on(handler.notice)
     ran = ThreadPoolExecutor(1, "elastic-agent").submit(agent.run)  # in a thread, torch installs no signal handlers
     if error := ran.exception():
@@ -136,17 +142,6 @@ def run_agent(args: argparse.Namespace, signals: Signals) -> int:
     for tier in tiers:
         tier.close(is_over=exit_code != EXIT_REQUEUE)
     return exit_code
-
-
-def _entrypoint(program: Program) -> tuple[Callable[[], None] | str, tuple[str, ...]]:
-    """Return the ranks' entrypoint and arguments. Python programs fork from a process that imports torch."""
-    os.environ[PROGRAM_ENV] = program.to_json()
-    if not program.is_python:
-        return sys.executable, ("-m", "fsdp_jobs.node.worker")
-    from fsdp_jobs.node import forkserver, worker
-
-    forkserver.start(program.preload)
-    return worker.run_program, ()
 
 
 def main(argv: list[str] | None = None) -> int:

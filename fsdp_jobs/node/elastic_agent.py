@@ -63,11 +63,9 @@ class Agent(LocalElasticAgent):
         spec: WorkerSpec,
         logs: RankLogs,
         handler: CoordinatorRendezvous,
-        followers: Sequence[Follower],
-        tiers: Sequence[Tier],
+        followers: Sequence[Follower | Tier],
     ):
         super().__init__(spec, logs, start_method="forkserver")
-        self._tiers = tiers
         self._handler, self._followers, self._node = handler, followers, handler.agent.node
         self._is_terminating = False  # ranks that never reported have got SIGTERM
         self._kills_for_memory = 0  # by this machine's kernel, before the round
@@ -78,8 +76,6 @@ class Agent(LocalElasticAgent):
         self._kills_for_memory = kills_for_memory()
         for follower in self._followers:
             follower.begin_round(self._handler.round)
-        for tier in self._tiers:
-            tier.begin_round(self._handler.round)
         return super()._start_workers(worker_group)
 
     def _keep_lease(self) -> None:
@@ -96,17 +92,17 @@ class Agent(LocalElasticAgent):
                 kill_families(handler.pids())
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        handler = self._handler
+        handler, healthy = self._handler, RunResult(state=WorkerState.HEALTHY)
         if handler.has_ended:  # those of other nodes run, and if they fail, a new round begins here, too
             if handler.end is not None or handler.run.verdict(handler.agent.attempt).exists():
                 raise RendezvousGracefulExitError("the attempt is over")
-            return RunResult(state=WorkerState.HEALTHY)
+            return healthy
         if handler.is_cut_off():
-            return RunResult(state=WorkerState.HEALTHY)  # not a failure; torch's agent then begins a new round
+            return healthy  # not a failure; torch's agent then begins a new round
         if handler.is_stop_requested and not self._is_terminating:
             self._terminate_silent_ranks()
         if self._is_terminating and None in self._exit_codes():
-            return RunResult(state=WorkerState.HEALTHY)  # torch's method signals again once the first has ended
+            return healthy  # torch's method signals again once the first has ended
         if failures := self._dead(worker_group):
             handler.failed([self._describe(rank, failure) for rank, failure in failures.items()])
             self._stop_workers(worker_group)
@@ -129,7 +125,7 @@ class Agent(LocalElasticAgent):
             )
             return RunResult(state=WorkerState.FAILED)
         handler.ended()
-        return RunResult(state=WorkerState.HEALTHY)
+        return healthy
 
     def _exit_codes(self) -> list[int | None]:
         """Return the exit code of each rank, None while it runs."""
@@ -166,10 +162,11 @@ class Agent(LocalElasticAgent):
         if any(state.read().step >= 0 for state in self._handler.states):
             return
         self._is_terminating = True
-        is_python = isinstance(self._pcontext, MultiprocessContext)  # then its data loaders' workers get no signal
+        # The workers of a Python program's data loaders get no signal.
+        send = os.kill if isinstance(self._pcontext, MultiprocessContext) else os.killpg
         for pid in self._handler.pids():
             with suppress(ProcessLookupError):
-                (os.kill if is_python else os.killpg)(pid, signal.SIGTERM)
+                send(pid, signal.SIGTERM)
 
     def _describe(self, rank: int, failure: ProcessFailure) -> Failure:
         """Report a failed rank with a summary of its exception, from torch elastic's error file."""
@@ -179,8 +176,8 @@ class Agent(LocalElasticAgent):
         elif failure.exitcode == -signal.SIGABRT:  # maybe by NCCL's watchdog, whose reason is only in the log
             text = last_lines(self._handler.log_files()[failure.local_rank], _ABORT_LINES)
         elif failure.exitcode >= 0 and has_file:
-            content = failure.error_file_data["message"]
-            text = content["message"] if isinstance(content, dict) else str(content)
+            content = failure.message
+            text = content["message"] if isinstance(content, dict) else content
             text = text.encode(errors="replace").decode()  # messages must be UTF-8, but file names in them may not be
             text = _BEFORE_MESSAGE.sub(r"\1 ", text.strip())
             error = summary(text)

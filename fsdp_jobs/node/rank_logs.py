@@ -54,11 +54,12 @@ class RankLogs(LogsSpecs):
         recorded = next((os.environ[name] for name in _RECORDER_ENV if name in os.environ), _RECORDED)
         defaults |= dict.fromkeys(_RECORDER_ENV, recorded)
         for local_rank, env in envs.items():
-            error_files[local_rank] = str(self.folder / f"error-{local_rank}.json")
-            Path(error_files[local_rank]).unlink(missing_ok=True)
+            error_file = self.folder / f"error-{local_rank}.json"
+            error_file.unlink(missing_ok=True)
+            error_files[local_rank] = str(error_file)
             place = (self.attempt, self.node, int(env["RANK"]))
             env |= {
-                "TORCHELASTIC_ERROR_FILE": error_files[local_rank],
+                "TORCHELASTIC_ERROR_FILE": str(error_file),
                 LOG_ENV: str(self.run.rank_log(*place)),
                 STACKS_ENV: str(self.run.stacks(*place)),
                 LAYOUT_ENV: current.layout,
@@ -112,8 +113,8 @@ class LogKeeper:
     def _note(self) -> None:
         """Append a line with the changed sizes, and when each file was last written."""
         with suppress(OSError):  # a full disk, or a file just removed: only the order of lines suffers
-            stats = {rank_of(f): f.stat() for f in self._folder.glob("rank-*.log")}
-            sizes = {rank: (stat.st_size, round(stat.st_mtime, 3)) for rank, stat in stats.items() if stat.st_size}
+            stats = ((rank_of(f), f.stat()) for f in self._folder.glob("rank-*.log"))
+            sizes = {rank: (stat.st_size, round(stat.st_mtime, 3)) for rank, stat in stats if stat.st_size}
             if changed := dict(sizes.items() - self._known.items()):
                 with (self._folder / TIMES).open("a") as f:
                     f.write(json.dumps(changed) + "\n")
@@ -121,13 +122,13 @@ class LogKeeper:
 
     def _shorten(self) -> None:
         for log in self._folder.glob("rank-*.log"):
-            with suppress(OSError):  # no room on the disk: do not try again
+            try:
                 if log.stat().st_size > self._longest and log not in self._could_not:
-                    self._could_not.add(log)
                     with replacing(log.with_name(f"{log.name}.1")) as part:
                         shutil.copyfile(log, part)
                     os.truncate(log, 0)
-                    self._could_not.discard(log)
+            except OSError:  # no room on the disk: do not try again
+                self._could_not.add(log)
 
     def close(self) -> None:
         self._over.set()

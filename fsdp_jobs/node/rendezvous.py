@@ -151,8 +151,7 @@ class CoordinatorRendezvous(rendezvous.RendezvousHandler):
                 self._changed.wait_for(lambda: self.round is not NO_ROUND or self.end)
                 if self.end is not None:
                     raise rendezvous.RendezvousGracefulExitError(self.end.why)
-            info = self._join()
-            if info is not None:
+            if (info := self._join()) is not None:
                 self.running_round = self.round.number
                 return info
 
