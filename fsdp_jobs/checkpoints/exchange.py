@@ -42,7 +42,7 @@ def fetch_files(
         if ranks.rank == source:
             wrong = _send(folder / name, target, ranks.group) or wrong
         elif ranks.rank == target:
-            size = torch.zeros(1, dtype=torch.int64)
+            size = torch.zeros(1, dtype=torch.int64, device="cpu")
             dist.recv(size, source, group=ranks.group)
             blocks, came = _blocks(int(size), source, ranks.group), came + int(size)
             file = into / name
@@ -68,9 +68,9 @@ def _send(file: Path, to: int, group: dist.ProcessGroup | None) -> str:
             size = os.fstat(f.fileno()).st_size
         except OSError as e:
             wrong = f"{file} cannot be read: {e.strerror}"
-        dist.send(torch.tensor([size]), to, group=group)
+        dist.send(torch.tensor([size], device="cpu"), to, group=group)
         for begin in range(0, size, _BLOCK):
-            block = torch.zeros(min(_BLOCK, size - begin), dtype=torch.uint8)
+            block = torch.zeros(min(_BLOCK, size - begin), dtype=torch.uint8, device="cpu")
             try:
                 if f.readinto(block.numpy().data) < len(block):
                     wrong = f"{file} is shorter than it was"
@@ -83,6 +83,6 @@ def _send(file: Path, to: int, group: dist.ProcessGroup | None) -> str:
 def _blocks(size: int, source: int, group: dist.ProcessGroup | None) -> Iterator[torch.Tensor]:
     """Receive a file from `_send`."""
     for begin in range(0, size, _BLOCK):
-        block = torch.empty(min(_BLOCK, size - begin), dtype=torch.uint8)
+        block = torch.empty(min(_BLOCK, size - begin), dtype=torch.uint8, device="cpu")
         dist.recv(block, source, group=group)
         yield block

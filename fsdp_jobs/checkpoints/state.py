@@ -182,7 +182,7 @@ class State:
             saved = metadata.state_dict_metadata.get(name)
             if name != _VALUES or saved is not None:  # version 0.1 did not save them
                 size = saved.size if isinstance(saved, TensorStorageMetadata) else 0
-                state[name] = torch.empty(size, dtype=torch.uint8)
+                state[name] = torch.empty(size, dtype=torch.uint8, device="cpu")
         _check_same_model(state, metadata.state_dict_metadata, checkpoint)
         return state
 

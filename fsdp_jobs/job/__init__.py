@@ -120,7 +120,7 @@ class _Job:
             request = max(request, self.rank_state.requested())
             if request is Request.SAVE:
                 self.rank_state.request(Request.NONE)  # served once; other requests stay until the ranks have ended
-        self._words = torch.tensor([request, int(self.timer.compute_s * 1e6)])  # its own time: microseconds
+        self._words = torch.tensor([request, int(self.timer.compute_s * 1e6)], device="cpu")  # its own time: µs
         self._agreeing = dist.all_reduce(self._words, dist.ReduceOp.MAX, group=self.agreement_group, async_op=True)
 
     def agreed(self) -> tuple[Request, float]:

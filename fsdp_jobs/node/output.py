@@ -141,9 +141,8 @@ class OutputMetrics:
         for followed in self._followed:
             with suppress(OSError):  # no log yet, or no disk; the next call tries again
                 now, before = job_time(), followed.looked_at
-                written_at = (
-                    followed.log.stat().st_mtime + now - time.time()
-                )  # a killed rank's lines are older than now
+                # A killed rank's lines are older than now.
+                written_at = followed.log.stat().st_mtime + now - time.time()
                 now = min(now, max(before, written_at))
                 readings = list(followed.new(is_end))
                 followed.looked_at = now

@@ -57,7 +57,7 @@ class Snapshots(SnapshotTier):
         is_one_node = self.ranks.world == int(os.environ["LOCAL_WORLD_SIZE"])
         self._has_replica = self.layout.replicas > 1 and not is_one_node  # on another node
         self._group = dist.new_group(backend="gloo")  # keeps votes apart from the collectives of saves
-        self._ballot = torch.zeros(2, dtype=torch.int32)  # a vote, and whether a newest snapshot was withdrawn
+        self._ballot = torch.zeros(2, dtype=torch.int32, device="cpu")  # a vote, and whether a newest was withdrawn
         self._voting: dist.Work | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot", initializer=self._use_device)
         self._copying: Future[None] | None = None
