@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_jobs.checkpoints.catalog import METADATA
 from fsdp_jobs.checkpoints.ranks import Ranks
 from fsdp_jobs.checkpoints.storage import SafeReader, load_alone
+from fsdp_jobs.checkpoints.tensors import local
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.keys import dotted
 from fsdp_jobs.config.schema import HfConfig, JobConfig, LlamaConfig, ModelConfig
@@ -138,7 +139,7 @@ def load_initial(model: nn.Module, config: JobConfig) -> None:
     """Load the weights that the configuration names, if any, into a new run's model. All ranks call it.
 
     Raises:
-        BadInput: tensors are missing, left over, or of another shape; names them.
+        BadInput: tensors are missing, left over, of another shape, or differ where the model ties them; names them.
     """
     if config.init_from is not None:
         path, key = Path(config.init_from), "init_from"
@@ -153,14 +154,28 @@ def load_initial(model: nn.Module, config: JobConfig) -> None:
         _by_transformers(model, config.model)
         return
     weights = weights_of(model)
+    targets = {name: weights[own] for own, name in source.found.items()}
     with torch.no_grad():
-        source.fill({name: weights[own] for own, name in source.found.items()})
+        source.fill(targets)
+    if config.init_from is not None:
+        _check_tied(source, targets)
     if config.init_rope == "interleaved":
         _reorder_rotated_rows(model, config)
     if dist.get_rank() == 0:
         print(f"initial weights: {len(source.found)} tensors of {path}", flush=True)
         if source.left_over:
             print(f"not used: {listed(source.left_over)}", flush=True)
+
+
+def _check_tied(source: Source, targets: dict[str, Tensor]) -> None:
+    """Raises: BadInput if the source has different values for what is one tensor in the model."""
+    held = [id(target) for target in targets.values()]
+    copies = {name: torch.empty_like(target) for name, target in targets.items() if held.count(id(target)) > 1}
+    with torch.no_grad():
+        source.fill(copies)
+    if any(not torch.equal(local(copy), local(targets[name])) for name, copy in copies.items()):
+        what = "are one tensor in this model, and differ in the source"
+        raise BadInput.at(f"init_from: {listed([*copies])}", what, "model.tie_embeddings=false")
 
 
 def match(source: Iterable[str], model: Collection[str], key_map: list[str]) -> tuple[dict[str, str], list[str]]:

@@ -216,6 +216,7 @@ def _from_elsewhere(folder: str) -> tuple[dict[str, float], dict[str, str]]:
         "model.pt": ["model.n_layers=1"],
         "titan": ["model.ffn_dim=128"],
         "titan_model": [],
+        "llama": [renamed, "model.tie_embeddings=true"],
     }.items():
         prefixed = [*ours, f"init_from={folder}/{name}", *options]
         if name == "titan_model":
@@ -237,6 +238,7 @@ def test_a_run_begins_with_weights_from_elsewhere(tmp_path: Path) -> None:
     assert "layers.0.feed_forward.w1.weight: is [128, 64] in the model and [96, 64] in the source" in problems["titan"]
     assert "has nothing for norm.weight, output.weight" in problems["titan_model"]
     assert "holds more than the model has: model.norm.weight" in problems["titan_model"]
+    assert "are one tensor in this model, and differ in the source" in problems["llama"]
     named = [*TINY_LLAMA, *TINY_TASK, f"init_from={tmp_path}/model.pt", "model.n_layers=1", "name=never"]
     done = cli(tmp_path, *named)
     assert done.returncode == 2 and "holds more than the model has: model.layers.1." in done.stderr
