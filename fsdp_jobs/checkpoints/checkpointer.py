@@ -251,7 +251,7 @@ class Checkpointer:
         place = str(file).rpartition("/")[0] if file else self.home
         cures = [cure.format(place) for errors, cure in _CURES if getattr(cause, "errno", None) in errors]
         what = f"{where}{type(cause).__name__}: {cause}"
-        self.failure = " ".join([f"checkpoint of step {request.step} failed: {what}.", *cures])
+        self.failure = " ".join([f"checkpoint of step {request.step} failed: {what.removesuffix('.')}.", *cures])
         if self.rank == 0:
             if not copied and not isinstance(cause, NotFinite):
                 try:  # first: event and log may be on the same full disk

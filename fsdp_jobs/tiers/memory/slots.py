@@ -240,7 +240,8 @@ def restore_folder(folder: Path, run: RunDir) -> IO[str] | None:
 
 def _furnish(folder: Path, run: RunDir) -> None:
     (folder / COPIES).mkdir(mode=0o700, exist_ok=True)
-    (folder / _RUN).write_text(str(run.path))
+    if not (folder / _RUN).exists():  # each round comes here: without room, a file that is written anew is empty
+        (folder / _RUN).write_text(str(run.path))
 
 
 def remove_left(memory: Path, run: RunDir) -> None:
