@@ -12,7 +12,6 @@ from fsdp_jobs.config.resolve import accelerator, accelerator_of_node, backend, 
 from fsdp_jobs.config.schema import FsdpConfig, JobConfig
 from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.docker import validate
-from fsdp_jobs.launchers.kubernetes.labels import Names
 from fsdp_jobs.launchers.kubernetes.pods import node_pod
 from fsdp_jobs.launchers.slurm.script import Site, script
 from fsdp_jobs.plan.plan import Plan
@@ -38,7 +37,7 @@ def gpus_requested(cluster: str, config: JobConfig, plan: Plan) -> int:
         text = script(job, Site("lab"), None, 70).of_run(str(RUN.path), job.app.name, job.submission)
         assert (f"--gpus-per-node={in_app}\n" in text) == ("--gpus-per-node" in text) == bool(in_app)
     elif cluster == "kubernetes":
-        spec = node_pod(job, Names("one-abc123"), "one", "0")["spec"]
+        spec = node_pod(job, "one", "0")["spec"]
         assert int(spec["containers"][0]["resources"]["limits"].get("nvidia.com/gpu", 0)) == in_app
     elif cluster == "docker":
         assert (plan.backend == "nccl") == bool(in_app), "Docker validates and requests GPUs for nccl"
