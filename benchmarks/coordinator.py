@@ -110,7 +110,7 @@ class Agent:
                     case messages.Break():
                         self.in_round, self.is_ready = NO_ROUND, True
                         self.broken += 1
-                        send_and_wait(messages.Ready([], message.round, time.monotonic()))
+                        send_and_wait(messages.Ready(message.round, time.monotonic()))
         finally:
             beating.cancel()
 
