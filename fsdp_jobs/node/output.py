@@ -119,10 +119,9 @@ class OutputMetrics:
         with self._lock:
             self._look(is_end=True)  # of the previous round
             ranks = {0: self._node, round_.size * len(self._states) - 1: round_.last} if round_.rank == 0 else {}
-            made = (Reader(self._pattern), StepClock(self._run))
+            logs = [self._run.rank_log(self._attempt, node, rank) for rank, node in ranks.items()]
             self._followed = [
-                _Followed(log := self._run.rank_log(self._attempt, node, rank), *made, size_of(log), job_time())
-                for rank, node in ranks.items()
+                _Followed(log, Reader(self._pattern), StepClock(self._run), size_of(log), job_time()) for log in logs
             ]
 
     def close(self) -> None:

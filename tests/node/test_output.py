@@ -124,6 +124,21 @@ def test_what_a_program_prints_last_is_read_however_much_it_is_and_without_an_en
     assert [line["step"] for line in read_json_lines(run.metrics)] == [1, 2, 3]
 
 
+def test_a_loss_of_one_rank_is_not_recorded_with_a_step_of_another(tmp_path: Path) -> None:
+    run, state = RunDir(tmp_path), RankState(tmp_path, 0)
+    state.clear()
+    first, last = run.rank_log(0, 0, 0), run.rank_log(0, 1, 1)
+    for log in (first, last):
+        log.parent.mkdir(parents=True)
+    output = OutputMetrics(None, run, 0, 0, [state])
+    output.begin_round(Round(0, 1, size=2, shard_group=2, rank=0, layout="", last=1, partner=None))
+    last.write_text("{'loss': 9.0}\n")
+    output._look()
+    first.write_text("50%|#####     | 5/10 [\n")
+    output.close()
+    assert not run.metrics.exists()
+
+
 def test_steps_that_the_last_rank_prints_are_read_from_its_node_as_long_as_rank_0_prints_none(tmp_path: Path) -> None:
     run, states = RunDir(tmp_path), [RankState(tmp_path, local_rank) for local_rank in (0, 1)]
     for state in states:
