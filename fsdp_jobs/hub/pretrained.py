@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -169,8 +170,10 @@ def load_initial(model: nn.Module, config: JobConfig) -> None:
 
 def _check_tied(source: Source, targets: dict[str, Tensor]) -> None:
     """Raises: BadInput if the source has different values for what is one tensor in the model."""
-    held = [id(target) for target in targets.values()]
-    copies = {name: torch.empty_like(target) for name, target in targets.items() if held.count(id(target)) > 1}
+    held = Counter(map(id, targets.values()))
+    copies = {name: torch.empty_like(target) for name, target in targets.items() if held[id(target)] > 1}
+    if not copies:
+        return
     with torch.no_grad():
         source.fill(copies)
     if any(not torch.equal(local(copy), local(targets[name])) for name, copy in copies.items()):
