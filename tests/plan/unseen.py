@@ -178,7 +178,7 @@ def ratio(row: Unseen, **known: float) -> float:
     return planned(row, **known).time.tokens_per_s_per_rank / row.published
 
 
-def as_fast_alone(row: Unseen) -> float:
+def fitted_efficiency(row: Unseen) -> float:
     """The matmul efficiency with which the plan predicts a row's speed, so that larger rows show only their links."""
     low, high = 0.05, 1.2
     for _ in range(14):
@@ -196,11 +196,11 @@ def main() -> None:
         series[row.source, row.model, row.micro_batch, row.seq_len].append(row)
     for (source, model, micro_batch, seq_len), rows in series.items():
         first = min((row for row in rows if row.strategy == "full_shard"), key=lambda row: row.gpus)
-        alone = as_fast_alone(first)
+        fitted = fitted_efficiency(first)
         print(f"{model} {seq_len} x {micro_batch}: {ratio(first):.2f} on {first.gpus} GPUs  {source}")
         for latency in (0, 120, 900):
             known = {"inter_node_latency_us": float(latency)} if latency else {}
-            shown = (f"{r.strategy[0]}{r.gpus}:{ratio(r, matmul_efficiency=alone, **known):.2f}" for r in rows)
+            shown = (f"{r.strategy[0]}{r.gpus}:{ratio(r, matmul_efficiency=fitted, **known):.2f}" for r in rows)
             print(f"  latency {latency or 'of the preset'}:", *shown)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,20 @@ from fsdp_jobs.tiers.memory.node import Tier
 from fsdp_jobs.tiers.memory.slots import Entry, Slot, Snapshot
 
 
-def _keeper(folder: Path, run: RunDir) -> Tier:
-    folder.mkdir()
-    copies = Tier(folder, run, 0, 0)
-    copies.start([])
-    return copies
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[tuple[Tier, Tier]]:
+    """A node that sends copies of its snapshots, and one that receives them."""
+    run = RunDir(tmp_path / "run")
+    run.token.parent.mkdir(parents=True)
+    run.token.write_text("secret")
+    made = []
+    for name in ("sender", "partner"):
+        (tmp_path / name).mkdir()
+        made.append(Tier(tmp_path / name, run, 0, 0))
+        made[-1].start([])
+    yield made[0], made[1]
+    for node in made:
+        node.close(is_over=True)
 
 
 def _round(term: int, partner: tuple[str, int]) -> Round:
@@ -43,34 +53,26 @@ def _until(what: Any, seconds: float) -> None:
 
 
 @pytest.mark.integration
-def test_the_partner_of_a_new_round_gets_a_snapshot_however_often_the_one_before_has_failed(tmp_path: Path) -> None:
+def test_the_partner_of_a_new_round_gets_a_snapshot_however_often_the_one_before_has_failed(
+    nodes: tuple[Tier, Tier],
+) -> None:
     """A lost node's place is taken within seconds; each step that passes without a copy could be lost."""
-    run = RunDir(tmp_path / "run")
-    run.token.parent.mkdir(parents=True)
-    run.token.write_text("secret")
-    (tmp_path / "b").mkdir()
-    sender, partner = _keeper(tmp_path / "b" / "sender", run), _keeper(tmp_path / "b" / "partner", run)
+    sender, partner = nodes
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         sender.begin_round(_round(1, partner=("127.0.0.1", nobody.getsockname()[1])))
         _snapshot(sender.folder, 1)
-        _until(lambda: run.events.exists(), 30)  # it has failed for so long that it is said
-    assert "is not with" in run.events.read_text()
+        _until(lambda: sender.run.events.exists(), 30)  # it has failed for so long that it is said
+    assert "is not with" in sender.run.events.read_text()
     sender.begin_round(_round(2, partner=("127.0.0.1", partner.port)))
     slot = _snapshot(sender.folder, 2)
     _until(slot.copied.exists, 2)  # the wait between two tries is 5 s by now
     assert [*(partner.folder / "copies").glob("2-0-0.data")]
-    for one in (sender, partner):
-        one.close(is_over=True)
 
 
 @pytest.mark.integration
-def test_a_partner_whose_machine_no_longer_answers_holds_up_no_copy_of_the_next_round(tmp_path: Path) -> None:
-    run = RunDir(tmp_path / "run")
-    run.token.parent.mkdir(parents=True)
-    run.token.write_text("secret")
-    (tmp_path / "b").mkdir()
-    sender, partner = _keeper(tmp_path / "b" / "sender", run), _keeper(tmp_path / "b" / "partner", run)
+def test_a_partner_whose_machine_no_longer_answers_holds_up_no_copy_of_the_next_round(nodes: tuple[Tier, Tier]) -> None:
+    sender, partner = nodes
     with socket.create_server(("127.0.0.1", 0), backlog=0) as silent, socket.create_connection(silent.getsockname()):
         sender.begin_round(_round(1, partner=silent.getsockname()))  # its queue is full: nothing is answered
         _snapshot(sender.folder, 1)
@@ -78,5 +80,3 @@ def test_a_partner_whose_machine_no_longer_answers_holds_up_no_copy_of_the_next_
         sender.begin_round(_round(2, partner=("127.0.0.1", partner.port)))
         slot = _snapshot(sender.folder, 2)
         _until(slot.copied.exists, 6)
-    for one in (sender, partner):
-        one.close(is_over=True)
