@@ -199,8 +199,8 @@ def test_figures_of_failures_are_those_seen_from_outside(tmp_path: Path) -> None
         status = RunStatus(run.run)
         status.update()
         for (killed_at, took_s, lost), b in zip(seen, status.breaks, strict=True):
-            assert abs(b.time - killed_at) < 1.5
-            assert b.recovered_s == pytest.approx(took_s, abs=1.5)
+            assert abs(b.time - killed_at) < 3
+            assert b.recovered_s == pytest.approx(took_s, abs=3)
             assert b.lost_steps is not None and lost <= b.lost_steps <= lost + 2, "steps under way when it was killed"
 
 
@@ -224,7 +224,7 @@ def test_plain_program_finds_its_own_checkpoint_and_what_it_prints_is_told_as_it
         assert failure.lost_steps is not None and failure.recovered_s is not None
         assert 3 <= failure.lost_steps <= 10 and 0 < failure.recovered_s < 60
         broken, _ = run.events("round_broken")
-        assert 0 <= broken["failed_at"] - killed_at < 1.5
+        assert 0 <= broken["failed_at"] - killed_at < 3
         goodput = status.goodput
         assert goodput.recover_s > 0 and goodput.useful_s > 0
 
