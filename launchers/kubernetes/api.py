@@ -256,7 +256,7 @@ def explain(api: Api, error: ApiError, doing: str) -> Problem:
     """Translate an error for the user; `doing` names the object or the job that it is about."""
     status, message, namespace = error.status, str(error), f"cluster.namespace={api.namespace}"
     forbidden = message.partition("is forbidden: ")[2] or message
-    patched = "cluster.pod_patch, labels, annotations, tolerations go to the cluster as given"
+    patched = "cluster.pod_patch, labels, annotations, tolerations go to Kubernetes, 1.31 or newer, as given"
     is_unknown = status == 401 or "system:anonymous" in message  # the latter if a login plugin has failed
     known = [  # whether it applies, and the problem
         (status == 0, api.where, f"the cluster's API does not answer: {message}", "kubectl get pods must work first"),
