@@ -33,7 +33,7 @@ from fsdp_jobs.run.tail import last_lines
 from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, Verdict, judge
 
 _QUEUE_S = 20.0  # between queries to SLURM, which limits them per user, unless a process has died
-_AGAIN_S = 5.0  # between tries to start again
+_AGAIN_S = 5.0  # between tries to start the job or a step again, and queries to a controller that is away
 _ANSWER_S = 2.0  # for SLURM to answer whether a process ended because its node was lost
 _RESEND_S = 1.0  # between stop signals to the coordinator
 _EXCLUDE_S = 6 * 3600.0  # exclusion of a node that fails the node test
@@ -74,6 +74,7 @@ class Batch(Attempt):
         self.bad_hosts: list[str] = []  # hosts on which no agent stays alive
         self._signalled_at = self._asked_at = 0.0
         self._question: Future[client.QueuedJob | None] | None = None  # query that SLURM has not answered yet
+        self._is_away = False  # the controller: it has not answered the last query
 
     def go(self) -> int:
         """Run the attempt and return the exit code of the job, unless SLURM kills this process to requeue it."""
@@ -155,7 +156,8 @@ class Batch(Attempt):
                 self.processes[0].popen.send_signal(signal.SIGUSR1)
         has_died = any(p.has_ended and self.restarts(p) for p in self.processes)
         may_be_lost = self.commands.max_nodes > 1 and now - self._asked_at > _QUEUE_S  # a job ends with its only node
-        if self._question is None and (has_died or may_be_lost):
+        must_ask = has_died and (not self._is_away or now - self._asked_at > _AGAIN_S)
+        if self._question is None and (must_ask or may_be_lost):
             self._asked_at = now
             missing = self._without_agent() if self.commands.regrow and not self.stop_signal else []
             self._question = beside(lambda: self._ask(missing))
@@ -163,7 +165,9 @@ class Batch(Attempt):
             question, self._question = self._question, None
             try:
                 self._look_at_allocation(question.result())
-            except client.SlurmError as e:  # the controller is unreachable: training continues
+                self._is_away = False
+            except client.SlurmError as e:  # training continues
+                self._is_away = True
                 logger.warning("%s", e)
 
     def _ask(self, missing: Sequence[int]) -> client.QueuedJob | None:
@@ -188,6 +192,16 @@ class Batch(Attempt):
         """Return the numbers of nodes without an agent here, up to the job's maximum."""
         names = {process.name for process in self.processes}
         return [node for node in range(self.commands.max_nodes) if f"node-{node}" not in names]
+
+    def restarts(self, process: Process) -> bool:
+        """Whether it is restarted now: a step not at once, because a controller refuses steps right after its start."""
+        is_too_soon = bool(process.hosts) and time.monotonic() - process.started < _AGAIN_S
+        return super().restarts(process) and not is_too_soon
+
+    def _on_death(self, process: Process) -> None:
+        """Restart a step, or give it up, only if the controller answers: without it each srun fails."""
+        if not (process.hosts and self._is_away):
+            super()._on_death(process)
 
     def _drop(self, process: Process) -> None:
         """End a step whose nodes were lost; otherwise its srun may wait for them forever."""

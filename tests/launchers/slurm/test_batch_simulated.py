@@ -21,12 +21,13 @@ pytestmark = pytest.mark.integration
 
 JUDGE = """
 import sys, time
+from pathlib import Path
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.verdict import Verdict
-run = RunDir(sys.argv[1])
-while '"given_up"' not in run.events.read_text():
+run, file, word, times = sys.argv[1:]
+while Path(file).read_text().count(word) < int(times):
     time.sleep(0.05)
-Verdict("done", "stop", "as simulated").close(run, 0)
+Verdict("done", "stop", "as simulated").close(RunDir(run), 0)
 """
 SAVED = """
 import sys
@@ -56,7 +57,7 @@ def test_an_agent_that_dies_early_three_times_is_given_up_and_a_companion_reques
         (tmp_path / command).write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / command).chmod(0o755)
     job = Watched(RunDir(tmp_path / "runs" / "a"))
-    judge = [sys.executable, "-c", JUDGE, str(job.run.path)]
+    judge = [sys.executable, "-c", JUDGE, str(job.run.path), str(job.run.events), '"given_up"', "1"]
     agent = [sys.executable, "-c", AGENT, "{node}"]
     Commands(judge, agent, [], {}, max_nodes=3, regrow=True, exclude=["node9"], submit=["--partition=p"]).write(job.run)
     allocation = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_CPUS_PER_NODE": "2(x2)"}
@@ -70,6 +71,29 @@ def test_an_agent_that_dies_early_three_times_is_given_up_and_a_companion_reques
     assert [e["node"] for e in job.events("node_asked_for")][:1] == [2], done.stderr
     assert "--exclude=node9 --partition=p" in (tmp_path / "submitted").read_text()
     assert (tmp_path / "cancelled").read_text().startswith("--quiet 8")
+
+
+def test_steps_that_fail_while_the_controller_is_away_begin_when_it_answers(tmp_path: Path) -> None:
+    """It restarts as the job starts: srun fails without it, and also until the controller knows its nodes again."""
+    away, early, trained = tmp_path / "away", tmp_path / "early", tmp_path / "trained"
+    silent = f"if [ -e {away} ]; then echo 'Unable to contact slurm controller' >&2; exit 1; fi"
+    refuses = f"if [ -e {early} ]; then echo 'Memory required by task is not available' >&2; exit 1; fi"
+    for command, script in {
+        "srun": f'{silent}; {refuses}; while [ "${{1#--}}" != "$1" ]; do shift; done; exec "$@"',
+        "squeue": f"{silent}; echo '7|RUNNING|None|N/A|node[1-2]|node1|7'",
+    }.items():
+        (tmp_path / command).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / command).chmod(0o755)
+    job = Watched(RunDir(tmp_path / "runs" / "a"))
+    judge = [sys.executable, "-c", JUDGE, str(job.run.path), str(trained), "\n", "2"]
+    agent = ["sh", "-c", f"echo {{node}} >> {trained}"]
+    Commands(judge, agent, [], {}, max_nodes=2, regrow=False, exclude=[], submit=[]).write(job.run)
+    for file in (away, early, trained):
+        file.touch()
+    subprocess.Popen(["sh", "-c", f"sleep 8; rm {away}; sleep 6; rm {early}"])
+    done = batch(tmp_path, job.run, {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_CPUS_PER_NODE": "2(x2)"})
+    assert done.returncode == 0 and not job.events("given_up"), done.stderr
+    assert sorted(trained.read_text().split()) == ["0", "1"]
 
 
 @pytest.mark.parametrize(("away", "requeues"), [(3, "true"), (0, "false")])
