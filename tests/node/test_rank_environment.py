@@ -26,6 +26,7 @@ def found_by_a_rank(folder: Path, *overrides: str) -> dict[str, str]:
     place = {"run": RunDir(folder), "folder": folder, "agent": SimpleNamespace(attempt=0, node=0)}
     handler: Any = SimpleNamespace(config=compose_job(list(overrides)), round=round_, **place)
     env = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "GROUP_RANK": "2", "GROUP_WORLD_SIZE": "4"}
+    env["LOCAL_WORLD_SIZE"] = "3"  # of this node
     RankLogs(handler).reify({0: env})
     assert json.loads(env["FSDP_JOBS_LAYOUT"])["strategy"] == "full_shard"
     return env
@@ -58,10 +59,11 @@ def test_a_program_that_takes_its_rank_from_slurm_finds_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SLURM knows one task a node, its agent: each rank would be number 0 of 1."""
-    names = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NODEID", "SLURM_NNODES")
+    words = "PROCID LOCALID NTASKS NODEID NNODES NPROCS NTASKS_PER_NODE"
+    names = [f"SLURM_{word}" for word in words.split()]
     for name in names:
         monkeypatch.delenv(name, raising=False)
     assert not {*names} & {*found_by_a_rank(tmp_path)}
-    for name, of_agent in zip(names, "00101", strict=True):
+    for name, of_agent in zip(names, "0010111", strict=True):
         monkeypatch.setenv(name, of_agent)
-    assert [found_by_a_rank(tmp_path)[name] for name in names] == ["5", "1", "8", "2", "4"]
+    assert [found_by_a_rank(tmp_path)[name] for name in names] == ["5", "1", "8", "2", "4", "8", "3"]
