@@ -15,6 +15,7 @@ from pathlib import Path
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.launchers.base import at_once
 
+SHARED = ".code-"  # prefix of the name of a copy that several runs share
 _PACKAGE = Path(__file__).parent.parent
 
 
@@ -52,7 +53,7 @@ def _remove(folder: Path) -> None:
 
 
 def take(folder: Path, runs_dir: Path, limit_mb: float) -> Snapshot:
-    """List the code that Python imports from `folder`, and this package unless it is installed.
+    """List the code that Python imports from `folder`, and this package unless it is installed; no earlier copy.
 
     In a git work tree that is what git tracks or would track; in another folder its Python files, without hidden
     folders and environments.
@@ -65,7 +66,7 @@ def take(folder: Path, runs_dir: Path, limit_mb: float) -> Snapshot:
     Raises:
         BadInput: the copy would be larger; names the largest files.
     """
-    runs = {job.parent for job in runs_dir.resolve().glob("*/job.json")}
+    runs = {file.parent for file in runs_dir.resolve().glob("*/identity.json")}
     files = {file.relative_to(folder): file for file in _files(folder) if runs.isdisjoint(file.parents)}
     if Path("fsdp_jobs/__init__.py") not in files and "site-packages" not in _PACKAGE.parts:
         files |= {Path("fsdp_jobs") / target: source for target, source in _package()}
@@ -85,6 +86,7 @@ def _files(folder: Path) -> Iterator[Path]:
     done = subprocess.run(listing, capture_output=True) if shutil.which("git") else None
     if done is not None and done.returncode == 0:
         found = [folder / name.decode() for name in done.stdout.split(b"\0") if name]
+        found = [file for file in found if not any(part.startswith(SHARED) for part in file.parts)]
         yield from (f for f in found if f.is_symlink() or f.is_file())  # neither deleted nor a submodule
         return
     for path, folders, names in os.walk(folder):
@@ -95,7 +97,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 def _is_no_code(folder: Path) -> bool:
     """Whether a folder is a Python environment, a run, or closed to this user, rather than this user's code."""
-    marks = ("pyvenv.cfg", "conda-meta", "job.json")
+    marks = ("pyvenv.cfg", "conda-meta", "identity.json")
     is_closed = not os.access(folder, os.X_OK, effective_ids=True)
     return is_closed or folder.name == "site-packages" or any((folder / mark).exists() for mark in marks)
 

@@ -15,7 +15,7 @@ from fsdp_jobs.launchers.base import Description, Job, Launcher, at_once, prepar
 from fsdp_jobs.launchers.slurm import client, site, submission, validate
 from fsdp_jobs.launchers.slurm.script import Script, cluster_of, commands, margin_s, script
 from fsdp_jobs.launchers.slurm.steps import Commands
-from fsdp_jobs.launchers.snapshot import Snapshot, link, take
+from fsdp_jobs.launchers.snapshot import SHARED, Snapshot, link, take
 from fsdp_jobs.plan.topology import Topology
 from fsdp_jobs.run import events
 from fsdp_jobs.run.beside import wait_until
@@ -195,7 +195,7 @@ def _write_code(requests: Sequence[SlurmRequest], shared: Path | None) -> None:
             code.write(run.code)
             continue
         if code not in copies:
-            copies[code] = shared / f".code-{len(copies)}"  # hidden from the next snapshot
+            copies[code] = shared / f"{SHARED}{len(copies)}"
             code.write(copies[code])
         link(run.code, copies[code])
 

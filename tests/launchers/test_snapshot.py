@@ -15,7 +15,10 @@ from fsdp_jobs.launchers.snapshot import take
 
 
 def project(folder: Path) -> Path:
-    """A git work tree with a committed, a changed, a new, an ignored and a deleted file, and a run."""
+    """A git work tree with a committed, a changed, a new, an ignored and a deleted file, a run and a sweep.
+
+    The run was refused by its cluster, so there is no record of a submission.
+    """
     files = {".gitignore": "*.bin\n", "train.py": "old", "gone.py": "", "weights.bin": "x" * 1000}
     for name, text in files.items():
         (folder / name).write_text(text)
@@ -27,8 +30,10 @@ def project(folder: Path) -> Path:
     (folder / "gone.py").unlink()
     (folder / "link.py").symlink_to("train.py")
     (folder / "runs" / "a").mkdir(parents=True)
-    (folder / "runs" / "a" / "job.json").write_text("{}")
+    (folder / "runs" / "a" / "identity.json").write_text("{}")
     (folder / "runs" / "a" / "log.txt").write_text("a run")
+    (folder / "sweeps" / "s" / ".code-0").mkdir(parents=True)
+    (folder / "sweeps" / "s" / ".code-0" / "train.py").write_text("as it was then")
     return folder
 
 
@@ -69,7 +74,8 @@ def test_without_git_a_folder_closed_to_this_user_is_no_code() -> None:
 
 def test_without_git_earlier_runs_and_sweeps_are_no_code(tmp_path: Path) -> None:
     work, copy = tmp_path / "work", tmp_path / "copy"
-    for name in ("train.py", "runs/a/job.json", "runs/a/code/train.py", "old/b/job.json", "old/b/code/train.py"):
+    runs = [f"{run}/{file}" for run in ("runs/a", "old/b") for file in ("identity.json", "code/train.py")]
+    for name in ("train.py", *runs):
         (work / name).parent.mkdir(parents=True, exist_ok=True)
         (work / name).write_text("{}")
     (work / "sweeps/s/slurm/1f/.code-0").mkdir(parents=True)
