@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.schema import JobConfig
@@ -171,15 +172,20 @@ class Attempt:
             self.close(self._preempted(), now)
 
     def read_requests(self) -> Requests:
-        """Read the request files in the run directory, in a thread of its own, because the file system may hang."""
-        found = Requests()
+        """Read the request files in the run directory, in a thread of its own, because the file system may hang.
+
+        They are looked for in a listing, for which an NFS client asks its server. That a file is missing it may answer
+        from its cache, for a minute.
+        """
+        found, there = Requests(), set[Path]()
         try:
-            if self.run.stop_request.exists():
+            there = {*self.run.path.iterdir()}
+            if self.run.stop_request in there:
                 found.stop = self.run.stop_request.read_text().strip() or "cancelled"
         except (OSError, UnicodeDecodeError) as e:
             found.problem = f"{self.run.stop_request} cannot be read, so nothing is stopped: {e}"
         try:
-            if self.round.running and self.run.save_request.exists():
+            if self.round.running and self.run.save_request in there:
                 self.run.save_request.unlink()
                 found.save = True
         except OSError as e:

@@ -33,6 +33,7 @@ from fsdp_jobs.run.protocol import COORDINATOR, unreachable_s, welcome
 from fsdp_jobs.run.verdict import EXIT_FAILED, Verdict
 
 _TICK_S = 0.1
+_REQUESTS_S = 0.3  # between looks for requests in the run directory
 _GIVE_WAY_S = 0.0005  # after which the planning thread yields to this one; Python's 5 ms would delay each system call
 _FAREWELL_S = 30.0  # for agents to leave after the verdict
 _PROVE_S = 10.0  # for a new connection to prove that it has the token
@@ -88,8 +89,13 @@ class Server:
         return verdict.exit_code_of_attempt if verdict is not None else None
 
     def _read_requests(self) -> asyncio.Task[Requests]:
-        """Begin to read them in a thread: agents get answers while the file system hangs."""
-        return asyncio.create_task(asyncio.to_thread(self.coordinator.read_requests))
+        """Begin to read them, soon, in a thread: agents get answers while the file system hangs."""
+
+        async def read() -> Requests:
+            await asyncio.sleep(_REQUESTS_S)
+            return await asyncio.to_thread(self.coordinator.read_requests)
+
+        return asyncio.create_task(read())
 
     async def _keep_charge(self) -> None:
         """Take charge of the run, and give up when another coordinator does, of this or a later attempt."""

@@ -388,6 +388,31 @@ def test_a_verdict_that_a_full_disk_has_no_room_for_is_written_later_and_agents_
     assert cluster.last(again, messages.End) is not None and len(cluster.events("attempt_ended")) == 1
 
 
+def test_a_request_to_stop_is_seen_where_only_a_listing_shows_new_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An NFS client remembers for a minute which files are missing, and `cancel` kills the job after a minute."""
+    cluster = Cluster(tmp_path, "nodes=1", "elastic.join_window_s=0")
+    a = cluster.join(0)
+    cluster.later(0.2, a)
+    missing, stat, iterdir = {str(cluster.run.stop_request)}, os.stat, Path.iterdir
+
+    def stat_(path: str, **more: bool) -> os.stat_result:
+        if str(path) in missing:
+            raise FileNotFoundError
+        return stat(path, **more)
+
+    def iterdir_(path: Path) -> Iterator[Path]:
+        missing.clear()
+        return iterdir(path)
+
+    cluster.run.stop_request.write_text("cancelled")
+    monkeypatch.setattr(os, "stat", stat_)
+    monkeypatch.setattr(Path, "iterdir", iterdir_)
+    cluster.later(0.2, a)
+    assert [e["why"] for e in cluster.events("stop_requested")] == ["cancelled"]
+
+
 def test_a_request_to_stop_that_cannot_be_read_is_told_once_and_stops_nothing(tmp_path: Path) -> None:
     """As another user's command leaves it in a run directory that the group may write."""
     cluster = Cluster(tmp_path, "nodes=1", "elastic.join_window_s=0", "elastic.stop_grace_s=20")
