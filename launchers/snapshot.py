@@ -105,6 +105,6 @@ def _is_no_code(folder: Path) -> bool:
 def _package() -> Iterator[tuple[Path, Path]]:
     """Yield the files of this package: path in it, path now; linked folders become folders."""
     for top in (_PACKAGE, *(p for p in _PACKAGE.iterdir() if p.is_symlink())):
-        for file in sorted((top.resolve()).rglob("*")):
+        for file in top.resolve().rglob("*"):
             if file.is_file() and "__pycache__" not in file.parts:
                 yield top.relative_to(_PACKAGE) / file.relative_to(top.resolve()), file

@@ -62,13 +62,14 @@ class Server:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             why = f"{signal.Signals(number).name} received"
             loop.add_signal_handler(number, lambda why: coordinator.on_stop(why, time.monotonic()), why)
-        charge, requests = asyncio.create_task(self._keep_charge()), self._read_requests()
+        charge = asyncio.create_task(self._keep_charge())
+        requests = asyncio.create_task(self._read_requests())
         async with await asyncio.start_server(self._agent, hosts, port):
             while (exit_code := self._exit_code()) is None:
                 await asyncio.sleep(_TICK_S)
                 if requests.done():
                     coordinator.on_requests(requests.result(), time.monotonic())
-                    requests = self._read_requests()
+                    requests = asyncio.create_task(self._read_requests())
                 coordinator.tick(time.monotonic())
         charge.cancel()
         requests.cancel()
@@ -88,14 +89,10 @@ class Server:
             return None
         return verdict.exit_code_of_attempt if verdict is not None else None
 
-    def _read_requests(self) -> asyncio.Task[Requests]:
-        """Begin to read them, soon, in a thread: agents get answers while the file system hangs."""
-
-        async def read() -> Requests:
-            await asyncio.sleep(_REQUESTS_S)
-            return await asyncio.to_thread(self.coordinator.read_requests)
-
-        return asyncio.create_task(read())
+    async def _read_requests(self) -> Requests:
+        """Read them, soon, in a thread: agents get answers while the file system hangs."""
+        await asyncio.sleep(_REQUESTS_S)
+        return await asyncio.to_thread(self.coordinator.read_requests)
 
     async def _keep_charge(self) -> None:
         """Take charge of the run, and give up when another coordinator does, of this or a later attempt."""

@@ -155,9 +155,9 @@ class Batch(Attempt):
             if reachable(self.coordinator):  # then its signal handlers are installed
                 self.processes[0].popen.send_signal(signal.SIGUSR1)
         has_died = any(p.has_ended and self.restarts(p) for p in self.processes)
-        may_be_lost = self.commands.max_nodes > 1 and now - self._asked_at > _QUEUE_S  # a job ends with its only node
-        must_ask = has_died and (not self._is_away or now - self._asked_at > _AGAIN_S)
-        if self._question is None and (must_ask or may_be_lost):
+        may_be_lost = self._is_away or self.commands.max_nodes > 1  # a job ends with its only node
+        is_due = may_be_lost and now - self._asked_at > (_AGAIN_S if self._is_away else _QUEUE_S)
+        if self._question is None and (has_died or is_due):
             self._asked_at = now
             missing = self._without_agent() if self.commands.regrow and not self.stop_signal else []
             self._question = beside(lambda: self._ask(missing))
@@ -194,14 +194,9 @@ class Batch(Attempt):
         return [node for node in range(self.commands.max_nodes) if f"node-{node}" not in names]
 
     def restarts(self, process: Process) -> bool:
-        """Whether it is restarted now: a step not at once, because a controller refuses steps right after its start."""
-        is_too_soon = bool(process.hosts) and time.monotonic() - process.started < _AGAIN_S
-        return super().restarts(process) and not is_too_soon
-
-    def _on_death(self, process: Process) -> None:
-        """Restart a step, or give it up, only if the controller answers: without it each srun fails."""
-        if not (process.hosts and self._is_away):
-            super()._on_death(process)
+        """Whether it is restarted now: srun needs a controller that answers and, after its start, some seconds more."""
+        is_held = self._is_away or time.monotonic() - process.started < _AGAIN_S
+        return super().restarts(process) and not (process.hosts and is_held)
 
     def _drop(self, process: Process) -> None:
         """End a step whose nodes were lost; otherwise its srun may wait for them forever."""
@@ -234,23 +229,21 @@ class Batch(Attempt):
                 margin_s = self.commands.margin_s
                 if client.seconds(job.limit) < margin_s + LEAST_TRAINING_S:
                     why = f"its time limit is {job.limit}, and the last save is requested {margin_s} s before it: "
-                    tries, why = 0, why + "resume it with a longer cluster.time, or a shorter elastic.stop_grace_s"
-                    continue
+                    why += "resume it with a longer cluster.time, or a shorter elastic.stop_grace_s"
+                    break
                 tries -= 1
                 if start_again(self.run, self.number, self.job_id, excluded):
                     return EXIT_DONE
-                break
+                _exclude(self.job_id, excluded)
+                self.stop_signal = None
+                wait_until(lambda: self.stop_signal is not None, _REQUEUE_S)  # exiting earlier would count as a failure
+                return EXIT_REQUEUE
             except (client.SlurmError, BadInput) as e:
                 why = one_line(e)
                 logger.warning("not started again: %s", why)
             time.sleep(_AGAIN_S)
-        else:
-            judge(self.run, Verdict("infrastructure", "stop", f"{verdict.reason}; not started again: {why}"))
-            return EXIT_FAILED
-        _exclude(self.job_id, excluded)
-        self.stop_signal = None
-        wait_until(lambda: self.stop_signal is not None, _REQUEUE_S)  # exiting earlier would count as a failure
-        return EXIT_REQUEUE
+        judge(self.run, Verdict("infrastructure", "stop", f"{verdict.reason}; not started again: {why}"))
+        return EXIT_FAILED
 
 
 def _exclude(job_id: str, hosts: Sequence[str]) -> None:

@@ -174,9 +174,9 @@ class QueuedJob:
 
     def is_of(self, run: RunDir) -> bool:
         """Whether this job is the run's newest submission: a cluster that is set up anew reuses ids."""
-        if self.tag or not self.name:
-            return not self.tag or self.tag.partition(".")[0] == run.submission
-        return run.name == self.name or run.name.startswith(f"{self.name}-")  # an array has its sweep's name
+        if self.tag:
+            return self.tag.partition(".")[0] == run.submission
+        return not self.name or f"{run.name}-".startswith(f"{self.name}-")  # an array has its sweep's name
 
     @property
     def is_started(self) -> bool:

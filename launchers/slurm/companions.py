@@ -177,7 +177,6 @@ def guard(run: RunDir) -> None:
 
 if __name__ == "__main__":
     log.configure()
-    os.environ.pop("SLURM_JWT", None)  # it expires, and nodes need none
     role, directory, *more = sys.argv[1:]
     if role == "node":
         sys.exit(fill_in(RunDir(directory), int(more[0]), more[1]))

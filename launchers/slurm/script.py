@@ -187,7 +187,7 @@ class Script:
 
     def _text(self, name: str, tag: str, after: str, own: Sequence[str], run_dir: str, *first: str) -> str:
         waits = [f"afterany:{after}", *(o.partition("=")[2] for o in self.extra if o.startswith("--dependency="))]
-        comments = [o for o in (*self.resources, *self.extra) if o.startswith("--comment=")]
+        comments = ["--comment=", *(o for o in (*self.resources, *self.extra) if o.startswith("--comment="))]
         options = [
             f"--job-name={name}",
             *self.resources,
@@ -199,7 +199,7 @@ class Script:
             f"--signal=B:USR1@{self.margin_s}",
             *self.extra,
             *([f"--dependency={','.join(waits)}"] if after else []),  # of two options sbatch takes the last
-            f"{' '.join(comments[-1:]) or '--comment='} fsdp_jobs:{tag}".replace("--comment= ", "--comment="),
+            f"{comments[-1]} fsdp_jobs:{tag}".replace("--comment= ", "--comment="),
         ]
         # The last save may be requested during `setup`: it would end this shell, and with it the job.
         lines = [

@@ -55,7 +55,7 @@ def problems_here(job: Job) -> Iterator[Problem]:
     values = {f"cluster.{key}": value for key, value in vars(cluster).items() if key != "setup"}
     for key, value in {**values, "runs_dir": str(run.path.parent)}.items():
         for text in value if isinstance(value, list) else [value]:
-            if isinstance(text, str) and any(c in text for c in "\n\r\0"):
+            if any(c in str(text) for c in "\n\r\0"):
                 yield Problem(f"{key}={text!r}", "holds a line break")
     for option in cluster.extra:
         if not option.startswith("-"):
