@@ -64,17 +64,15 @@ class Companions:
         Raises:
             SlurmError: SLURM does not answer, or refuses.
         """
-        queue = client.queue()
+        active = {job.name: job.id for job in client.queue().values() if job.state.is_active}
         for node in nodes:
-            if node not in self.jobs and self.tries[node]:  # SLURM may have taken one without an answer
-                alike = (job.id for job in queue.values() if job.name == self._name(node) and job.state.is_active)
-                if (taken := next(alike, None)) is not None:
-                    self.jobs[node] = taken
-            job = queue.get(self.jobs.get(node, ""))
-            if (job is None or not job.state.is_active) and self.tries[node] < _TRIES:
+            name = f"{self.run.name}-node-{node}"  # in SLURM all tasks of an array have one name
+            if name in active:  # SLURM may also have taken one without an answer
+                self.jobs[node] = active[name]
+            elif self.tries[node] < _TRIES:
                 self.tries[node] += 1
                 try:
-                    self.jobs[node] = self._submit(node)
+                    self.jobs[node] = self._submit(node, name)
                 except client.SlurmError as e:
                     if self.tries[node] == _TRIES:
                         why = f"no node in place of node {node}: SLURM says: {one_line(e)}"
@@ -82,27 +80,23 @@ class Companions:
                     raise
                 events.record(self.run, self.attempt, events.NodeAskedFor(node, self.jobs[node]))
 
-    def _submit(self, node: int) -> str:
+    def _submit(self, node: int, name: str) -> str:
         program = [sys.executable, "-m", "fsdp_jobs.launchers.slurm.companions", "node"]
         script = f"#!/bin/bash\nexec {shlex.join([*program, str(self.run.path), str(node), self.commands.job_id])}\n"
         folder = self.run.node(self.attempt, node)
         folder.mkdir(parents=True, exist_ok=True)
-        output = str(folder).replace("%", "%%") + "/companion-%j.out"
         options = [
             f"--chdir={as_written('.')}",
             "--nodes=1",
             "--no-requeue",
-            f"--job-name={self._name(node)}",
-            f"--output={output}",
+            f"--job-name={name}",
+            f"--output={str(folder).replace('%', '%%')}/companion-%j.out",
         ]
         if excluded := self.commands.excluding(self.run.excluded_hosts()):
             options.append(f"--exclude={','.join(excluded)}")
         of_the_job = {*map(client.variable, client.OF_A_JOB)}
         env = {name: value for name, value in self.env.items() if name not in of_the_job}
         return client.sbatch(script, *options, *self.commands.submit, env=env)
-
-    def _name(self, node: int) -> str:
-        return f"{os.environ.get('SLURM_JOB_NAME', self.run.name)}-node-{node}"
 
     def release(self) -> None:
         """Cancel the companions: running ones would also end by themselves, waiting ones would start for nothing."""
