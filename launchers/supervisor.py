@@ -11,11 +11,12 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from fsdp_jobs.run import events, log
-from fsdp_jobs.run.beside import wait_until
+from fsdp_jobs.run.beside import start_thread, wait_until
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import SUBMISSION_ENV
 from fsdp_jobs.run.processes import die_with_parent, record_process
@@ -59,8 +60,7 @@ class Process:
             )
         self.started = time.monotonic()
         if echo:
-            self._copying = threading.Thread(target=_copy_output, args=(self.popen, self.log), daemon=True)
-            self._copying.start()
+            self._copying = start_thread(partial(_copy_output, self.popen, self.log), "output")
 
     @property
     def has_ended(self) -> bool:

@@ -174,8 +174,7 @@ class Attempt:
     def read_requests(self) -> Requests:
         """Read the request files in the run directory, in a thread of its own, because the file system may hang.
 
-        They are looked for in a listing, for which an NFS client asks its server. That a file is missing it may answer
-        from its cache, for a minute.
+        A listing shows new ones: that one file is missing an NFS client may answer from its cache, for a minute.
         """
         found, there = Requests(), set[Path]()
         try:

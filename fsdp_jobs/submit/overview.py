@@ -99,14 +99,14 @@ class Overview:
         read: dict[RunDir, tuple[JsonObject, RunStatus, str | None]] = {}
         rows: dict[RunDir, RunSummary] = {}
         asked: list[str] = []
-        others: dict[RunDir, str] = {}
+        others: dict[RunDir, Description] = {}
         for run in runs:
             try:
                 job, status, owner = self._read(run)
                 # A query also lets the launcher remove what is left of a run that has ended.
                 if not status.ended or (owner is None and run.left.exists()):
                     if why := another_runs(run):
-                        others[run] = why
+                        others[run] = Description(State.UNKNOWN, why)
                     else:
                         asked.append(job["handle"])
                 read[run] = job, status, owner
@@ -114,7 +114,7 @@ class Overview:
                 rows[run] = _damaged(run, e)
         answers = self._ask(asked)
         for run, (job, status, owner) in read.items():
-            answer = Description(State.UNKNOWN, others[run]) if run in others else answers.get(job["handle"])
+            answer = others.get(run) or answers.get(job["handle"])
             if status.ended and owner is None and answer is not None and answer.state is State.SILENT:
                 with suppress(OSError):
                     run.left.unlink()  # ask only once: the launcher may never answer again

@@ -125,19 +125,18 @@ def _described(name: str, handles: list[str]) -> dict[str, Description]:
     """Return handle -> description of a launcher's jobs. A record that cannot be read hides only its own job."""
     try:
         launcher = launcher_of(name)
-        silent = {handle: why for handle in handles if (why := _elsewhere(launcher, handle))}
+        silent = {handle: Description(State.SILENT, why) for handle in handles if (why := _elsewhere(launcher, handle))}
         here = [handle for handle in handles if handle not in silent]
         answers = launcher.describe([parse_handle(handle).app_id for handle in here])
     except (Damaged, OSError, ValueError, TypeError, LookupError) as e:
         if middle := len(handles) // 2:
             return _described(name, handles[:middle]) | _described(name, handles[middle:])
-        here, answers, silent = [], [], dict.fromkeys(handles, f"its records cannot be read: {one_line(e)}")
+        return dict.fromkeys(handles, Description(State.SILENT, f"its records cannot be read: {one_line(e)}"))
     except (BadInput, JobFailed) as e:
-        here, answers = [], []
-        silent = dict.fromkeys(handles, f"its launcher does not answer: {one_line(e)}")
+        return dict.fromkeys(handles, Description(State.SILENT, f"its launcher does not answer: {one_line(e)}"))
     unknown = Description(State.UNKNOWN, "its launcher has no such job any more: resume it")
     found = {handle: answer or unknown for handle, answer in zip(here, answers, strict=True)}
-    return found | {handle: Description(State.SILENT, why) for handle, why in silent.items()}
+    return found | silent
 
 
 def _elsewhere(launcher: Launcher, handle: str) -> str | None:

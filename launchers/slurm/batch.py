@@ -84,8 +84,7 @@ class Batch(Attempt):
         restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         started = events.AttemptStarted(len(self.hosts), self.hosts, self.job_id, restarts)
         events.record(self.run, self.number, started)
-        verdict = self._test_nodes() if self.commands.node_test else None
-        if verdict is not None:
+        if self.commands.node_test and (verdict := self._test_nodes()) is not None:
             verdict.close(self.run, self.number)
         else:
             verdict = self._train()
@@ -164,11 +163,18 @@ class Batch(Attempt):
         if self._question is not None and wait([self._question], _ANSWER_S if has_died else 0).done:
             question, self._question = self._question, None
             try:
-                self._look_at_allocation(question.result())
-                self._is_away = False
+                job, self._is_away = question.result(), False
             except client.SlurmError as e:  # training continues
-                self._is_away = True
+                job, self._is_away = None, True
+                for process in self.processes:
+                    process.early_deaths = 0
                 logger.warning("%s", e)
+            if job is not None:
+                self.allocated = expand_hostlist(job.nodes)
+                for process in list(self.processes):
+                    if process.hosts and not set(process.hosts) & set(self.allocated):
+                        self._drop(process)
+                        self._asked_at = 0.0  # for a companion
 
     def _ask(self, missing: Sequence[int]) -> client.QueuedJob | None:
         """Return SLURM's record of this job, and request companions for the missing nodes."""
@@ -178,15 +184,6 @@ class Batch(Attempt):
         except client.SlurmError as e:
             logger.warning("%s", e)
         return job
-
-    def _look_at_allocation(self, job: client.QueuedJob | None) -> None:
-        """End processes whose nodes SLURM has taken from the job."""
-        if job is not None:
-            self.allocated = expand_hostlist(job.nodes)
-        for process in list(self.processes):
-            if process.hosts and not set(process.hosts) & set(self.allocated):
-                self._drop(process)
-                self._asked_at = 0.0  # for a companion
 
     def _without_agent(self) -> list[int]:
         """Return the numbers of nodes without an agent here, up to the job's maximum."""
@@ -199,7 +196,7 @@ class Batch(Attempt):
         return super().restarts(process) and not (process.hosts and is_held)
 
     def _drop(self, process: Process) -> None:
-        """End a step whose nodes were lost; otherwise its srun may wait for them forever."""
+        """End a step whose nodes SLURM has taken from the job; otherwise its srun may wait for them forever."""
         process.popen.kill()
         process.popen.wait()
         self.processes.remove(process)

@@ -19,7 +19,6 @@ logger = logging.getLogger(__name__)
 
 _FILTERS = ("SQUEUE_", "SINFO_", "SACCT_", "SCONTROL_", "SCANCEL_")
 _VARIABLES = {  # sbatch's variables whose names differ from their options
-    "array": "ARRAY_INX",
     "mem": "MEM_PER_NODE",
     "requeue": "NO_REQUEUE",
     "switches": "REQ_SWITCH",

@@ -30,8 +30,14 @@ def sbatch(folder: Path, script: str) -> str:
 
         def _make_submission_command(self, submission_file_path: Path) -> list[str]:
             foreign = os.environ.keys() - client.own_environment(os.environ, script).keys()
-            unset = [f"--unset={name}" for name in foreign]
-            return ["env", *unset, "sh", "-c", 'exec sbatch --parsable "$0" 2>&1', str(submission_file_path)]
+            return [
+                "env",
+                *(f"--unset={name}" for name in foreign),
+                "sh",
+                "-c",
+                'exec sbatch --parsable "$0" 2>&1',
+                str(submission_file_path),
+            ]
 
         @staticmethod
         def _get_job_id_from_submission_command(string: bytes | str) -> str:

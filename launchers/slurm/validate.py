@@ -325,11 +325,11 @@ def _preemption(settings: dict[str, str], partition: client.Partition, grace_s: 
 def _where(config: JobConfig) -> list[str]:
     """Return options that send a job of doctor's to where the user's would go; with a GPU if the user's has GPUs."""
     cluster = cluster_of(config)
-    kind, _, _ = (cluster.gpus_per_node or "").rpartition(":")
+    kind, colon, _ = (cluster.gpus_per_node or "").rpartition(":")
     option = site.ask().gpu_option if accelerator(config) != "cpu" else ""
     keys = ("partition", "account", "qos", "constraint", "reservation")
     where = [f"--{key}={value}" for key in keys if (value := asked(cluster, key)[0]) is not None]
-    return [*where, option.replace("{}", f"{kind}:1" if kind else "1")] if option else where
+    return [*where, option.replace("{}", f"{kind}{colon}1")] if option else where
 
 
 def _requeue(config: JobConfig) -> Iterator[Finding]:
