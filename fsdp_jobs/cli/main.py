@@ -15,7 +15,7 @@ from rich.text import Text
 
 import fsdp_jobs
 from fsdp_jobs.config import habits
-from fsdp_jobs.config.errors import BadInput, JobFailed, nearest
+from fsdp_jobs.config.errors import BadInput, JobFailed, name_file, nearest
 from fsdp_jobs.config.groups import groups, summary
 from fsdp_jobs.config.terminal import complain, console, errors, say
 from fsdp_jobs.run.env import TRACEBACK_ENV
@@ -122,6 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as e:
+        name_file(e)
         if e.errno not in _CURES or (e.filename is None and e.errno != errno.ENOENT):
             raise
         # When copying or renaming, the second file cannot be written; only the current folder has no name.

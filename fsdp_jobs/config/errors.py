@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import io
+import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Self
 
 _MOST_BEGINNINGS = 3  # words with the same beginning, to be offered together
@@ -48,6 +51,14 @@ class Damaged(BadInput):
 
 class JobFailed(Exception):
     """A failure after the job had started; the command line prints it and exits with 1."""
+
+
+def name_file(error: OSError) -> None:
+    """Add to an error of reading or writing, which names no file, the one that was open where it was raised."""
+    for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
+        for value in frame.f_locals.values():
+            if isinstance(value, io.IOBase) and isinstance(name := getattr(value, "name", None), str | Path):
+                error.filename = error.filename or str(name)
 
 
 def one_line(words: object) -> str:

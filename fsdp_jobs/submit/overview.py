@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 
 from fsdp_jobs.checkpoints.catalog import find_on_nodes, step_of
-from fsdp_jobs.config.errors import BadInput, one_line
+from fsdp_jobs.config.errors import BadInput, name_file, one_line
 from fsdp_jobs.launchers.base import Description
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.identity import owner_of
@@ -31,6 +31,8 @@ def damage(where: str, error: Exception) -> str:
     """Describe why something cannot be read; a daemon logs the traceback once, as it may be a programming error."""
     if isinstance(error, BadInput):
         return one_line(error.problems[0])
+    if isinstance(error, OSError):
+        name_file(error)
     if _noted.get(where) != repr(error):
         _noted[where] = repr(error)
         logger.info("%s: cannot be read", where, exc_info=error)

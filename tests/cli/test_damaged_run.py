@@ -67,6 +67,29 @@ def test_a_mount_that_does_not_answer_is_named(
 
 
 @pytest.mark.parametrize(
+    ("args", "unreadable"),
+    [
+        *((args, "job.json") for args in (["status", "cut"], ["logs", "cut"], ["resume", "cut"], ["wait", "cut"])),
+        (["report", "cut"], "config.yaml"),
+        (["export", "cut"], "config.yaml"),
+        (["status", "cut"], "plan.json"),
+    ],
+)
+def test_a_file_that_opens_and_cannot_be_read_is_named(
+    tmp_path: Path, args: list[str], unreadable: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An error of read() names no file."""
+    file = _two_runs(tmp_path, unreadable).path / unreadable
+    file.unlink()
+    file.symlink_to("/proc/self/mem")  # whose first byte is an error of input
+    assert main([*args, f"runs_dir={tmp_path}"]) == 2
+    error = capsys.readouterr().err
+    assert f"{file}: {os.strerror(errno.EIO)}" in error and "check its disk or mount" in error
+    main(["status", "--json", f"runs_dir={tmp_path}"])
+    assert unreadable != "job.json" or f"{os.strerror(errno.EIO)}: '{file}'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
     ("args", "damaged"),
     [
         (["status", "cut"], "job.json"),
