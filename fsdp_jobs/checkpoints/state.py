@@ -169,6 +169,8 @@ class State:
     def to_load(self, metadata: Metadata, checkpoint: str, same_world: bool) -> dict[str, Tensor]:
         """Return the tensors to load a checkpoint into; random states only if the number of ranks is the same.
 
+        Objects that it does not have are left as they are.
+
         Raises:
             JobFailed: the checkpoint is of another model.
         """
@@ -180,9 +182,10 @@ class State:
         self._unread |= self.optimizer.state.keys() - before
         for name in [_VALUES, *self.others, *(self.random if same_world else ())]:
             saved = metadata.state_dict_metadata.get(name)
-            if name != _VALUES or saved is not None:  # version 0.1 did not save them
-                size = saved.size if isinstance(saved, TensorStorageMetadata) else 0
-                state[name] = torch.empty(size, dtype=torch.uint8, device="cpu")
+            if isinstance(saved, TensorStorageMetadata):
+                state[name] = torch.empty(saved.size, dtype=torch.uint8, device="cpu")
+            elif name in self.others and dist.get_rank() == 0:  # the program has it since then
+                print(f"WARNING {checkpoint} does not have {name.removeprefix('others.')}: it begins anew", flush=True)
         _check_same_model(state, metadata.state_dict_metadata, checkpoint)
         return state
 

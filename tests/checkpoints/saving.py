@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ def trained(
     model: nn.Module | None = None,
     integrity_action: str = "report",
     shard_group: int = 0,
+    others: Mapping[str, Any] = MappingProxyType({}),
     **keys: Any,
 ) -> Checkpointer:
     """Make a checkpointer of a model that is sharded over all ranks, or groups of them; without asynchrony.
@@ -51,7 +53,7 @@ def trained(
         integrity=IntegrityConfig(action=integrity_action),
     )
     run, made = RunDir(Path(folder)), optimizer(model.parameters(), lr=0.1)
-    return Checkpointer(run, config, layout, model, made, {}, torch.device("cpu"), 0, restart)
+    return Checkpointer(run, config, layout, model, made, others, torch.device("cpu"), 0, restart)
 
 
 def fill(checkpoints: Checkpointer, value: complex) -> None:

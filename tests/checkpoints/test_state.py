@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import io
 import random
 import threading
 import weakref
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from torch import Tensor, nn
 from fsdp_jobs.checkpoints.state import Hyperparameters, RandomState, State, _packed, _unpacked
 from fsdp_jobs.checkpoints.tensors import local
 from fsdp_jobs.config.errors import JobFailed
-from tests.checkpoints.saving import trained
+from tests.checkpoints.saving import save_steps, trained, value_of
 from tests.world import run_world
 
 pytestmark = pytest.mark.integration
@@ -525,3 +527,32 @@ def _staged(folder: str) -> str:
 def test_each_rank_may_hold_another_stage_of_a_pipeline(tmp_path: Path) -> None:
     said = run_world(2, _staged, str(tmp_path))[0]
     assert "model.layer1.weight is not here" in said and "layer0" not in said
+
+
+class _Counter:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def _with_another_object(folder: str) -> str:
+    kept, added = _Counter(), _Counter()
+    first = trained(folder, others={"kept": kept})
+    kept.count = 7
+    save_steps(first, 3)
+    kept.count, added.count = 0, 5
+    again = trained(folder, "0-1", others={"kept": kept, "added": added})
+    with redirect_stdout(io.StringIO()) as printed:
+        assert (again.restore(), value_of(again), kept.count, added.count) == (3, 3.0, 7, 5)
+    return printed.getvalue()
+
+
+def test_an_object_that_older_checkpoints_lack_begins_as_it_is_and_is_named(tmp_path: Path) -> None:
+    printed, of_rank_1 = run_world(2, _with_another_object, str(tmp_path))
+    assert "WARNING step-00000003 does not have added: it begins anew" in printed
+    assert not of_rank_1
