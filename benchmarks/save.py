@@ -86,6 +86,7 @@ def worker(folder: Path, saves: int, only: str | None, overrides: list[str]) -> 
         learner.backward([(tokens[None], labels[None])])
         learner.update(learner.clip())
 
+    plain = dist.new_group(backend="gloo")  # of DCP's thread: the steps' collectives must not meet its own
     step(0)  # gives the optimizer its state
     state_bytes = sum(t.numel() * t.element_size() for t in checkpoints.state.live()[0].values())
     seconds: dict[str, list[float]] = {}
@@ -147,7 +148,7 @@ def worker(folder: Path, saves: int, only: str | None, overrides: list[str]) -> 
             continue
         dist.barrier()
         began = time.perf_counter()
-        uploaded = dcp.async_save(checkpoints.state.live()[0], checkpoint_id=folder / "plain")
+        uploaded = dcp.async_save(checkpoints.state.live()[0], checkpoint_id=folder / "plain", process_group=plain)
         seconds.setdefault("dcp_stall", []).append(time.perf_counter() - began)
         step(2 * i + 1)
         assert isinstance(uploaded, Future)
