@@ -16,8 +16,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 
 from fsdp_jobs.checkpoints.blocks import SUMS, FileSums, difference
-from fsdp_jobs.config.errors import JobFailed
+from fsdp_jobs.config.errors import BadInput, JobFailed
 from fsdp_jobs.plan.topology import natural_key
 from fsdp_jobs.run import events
 from fsdp_jobs.run.checksum import checksum
@@ -55,6 +55,22 @@ class CannotReadHere(JobFailed):
     def __init__(self, path: Path, why: object):
         cure = "check this machine's disk or mount; nothing was set aside"
         super().__init__(f"{this_machine()} cannot read {path}: {why}. {cure}.")
+
+
+@contextmanager
+def answering(checkpoints: Path) -> Iterator[None]:
+    """Name an object store that does not answer: its client raises any exception.
+
+    Raises:
+        BadInput: it does not.
+    """
+    try:
+        yield
+    except Exception as e:
+        if isinstance(e, BadInput | JobFailed) or not is_object_store(checkpoints):
+            raise
+        where, what = f"checkpoint.dir={checkpoints.parent}", f"cannot be read: {type(e).__name__}: {e}"
+        raise BadInput.at(where, what, "the store's client needs a network and credentials here, too") from e
 
 
 class OtherVersion(ValueError):

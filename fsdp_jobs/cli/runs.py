@@ -15,12 +15,13 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from fsdp_jobs.checkpoints.catalog import answering
 from fsdp_jobs.config.arguments import RUNS_DIR, Parser, split_folders
 from fsdp_jobs.config.errors import BadInput, JobFailed, nearest
 from fsdp_jobs.config.keys import dotted
 from fsdp_jobs.config.schema import load_config, plain_values
 from fsdp_jobs.config.terminal import complain, print_json, say, show_table
-from fsdp_jobs.run.directory import RunDir, pending_in, rank_logs, runs_in, user_name
+from fsdp_jobs.run.directory import RunDir, checkpoints_of, pending_in, rank_logs, runs_in, user_name
 from fsdp_jobs.run.status import OVER, RunStatus
 from fsdp_jobs.run.table import counted
 from fsdp_jobs.run.tail import follow_files, label, looks_like_error, numbers_of
@@ -285,9 +286,9 @@ def export(args: list[str]) -> int:
     flags = parser.parse(args)
     from fsdp_jobs.hub.export import export
 
-    return _print_files(
-        export(flags.run, load_config(flags.run.config), flags.format, flags.step, flags.out), flags.json
-    )
+    config = load_config(flags.run.config)
+    with answering(checkpoints_of(config.checkpoint, flags.run)):
+        return _print_files(export(flags.run, config, flags.format, flags.step, flags.out), flags.json)
 
 
 def _print_files(files: Iterable[Path], as_json: bool) -> int:

@@ -55,6 +55,8 @@ class JobFailed(Exception):
 
 def name_file(error: OSError) -> None:
     """Add to an error of reading or writing, which names no file, the one that was open where it was raised."""
+    if error.errno is None:  # from the client of an object store
+        return
     for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
         for value in frame.f_locals.values():
             if isinstance(value, io.IOBase) and isinstance(name := getattr(value, "name", None), str | Path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
-from fsdp_jobs.checkpoints.catalog import find_checkpoints, step_of
+from fsdp_jobs.checkpoints.catalog import answering, find_checkpoints, step_of
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.hydra import compose_jobs
 from fsdp_jobs.config.resolve import node_range, ranks_per_node
@@ -63,20 +63,13 @@ def check_existing_run(config: JobConfig, run: RunDir) -> None:
     """Check that a configuration continues the training of an existing run.
 
     Raises:
-        BadInput: the checkpoints belong to another run or cannot be listed, or the run already has more steps or was
+        BadInput: the checkpoints belong to another run or cannot be read, or the run already has more steps or was
             started with another training configuration.
     """
     home = checkpoints_of(config.checkpoint, run)
-    try:
+    with answering(home):
         identity_of(run, config).check(home / run.identity.name)
         newest = next(iter(find_checkpoints(home)), None)
-    except BadInput:
-        raise
-    except Exception as e:  # clients of object stores raise any exception
-        if isinstance(e, OSError) and "://" not in str(home):
-            raise
-        where, what = f"checkpoint.dir={config.checkpoint.dir}", f"cannot be listed: {type(e).__name__}: {e}"
-        raise BadInput.at(where, what, "the store's client needs a network and credentials here, too") from e
     if newest is not None and not config.is_program and config.steps < (done := step_of(newest)):
         what = f"run {run.name} is at step {done} already"
         raise BadInput.at(f"steps={config.steps}", what, f"steps above {done}")

@@ -55,7 +55,7 @@ def old_runs(runs_dir: str, older_than_s: float, keep: Sequence[str]) -> Iterato
 
 
 def remove(old: Old) -> list[str]:
-    """Remove a run's directory and its checkpoints elsewhere; return what could not be, or belongs to another run.
+    """Remove a run's checkpoints elsewhere, then its directory; return what could not be, or belongs to another run.
 
     If this is interrupted, a hidden folder remains that no verb lists as a run: see `unfinished`.
     """
@@ -90,7 +90,7 @@ def _remove(run: RunDir) -> list[str]:
             elif left := _remove_checkpoints(home, run.identity.name):
                 problems.append(f"{home}: {listed(left)} stays: no save of this run wrote it")
         except Exception as e:  # clients of object stores raise any exception
-            problems.append(f"{home}: {type(e).__name__}: {e}")
+            return [f"{home}: {type(e).__name__}: {e}"]  # the next try finds them by the run directory
     # A new folder to move it into could not be made on a full disk, which this is to make room on.
     erase(run.path.rename(run.path.with_name(f"{_GOING}{run.name}-{secrets.token_hex(4)}")))
     return problems

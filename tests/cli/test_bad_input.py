@@ -86,7 +86,7 @@ CASES = [
     (["import-accelerate", "no.yaml"], "no.yaml: No such file or directory\n"),
     (["plan", "--svg", "no/folder/plan.svg"], "no/folder/plan.svg: No such file or directory"),
     (["dashboard", "--port", "70000"], "a port is a number from 0 to 65535"),
-    (["checkpoint.dir=s3://nobodys/runs"], "checkpoint.dir=s3://nobodys/runs: cannot be listed: NoCredentialsError"),
+    (["checkpoint.dir=s3://nobodys/runs"], "checkpoint.dir=s3://nobodys/runs: cannot be read: NoCredentialsError"),
 ]
 
 

@@ -15,6 +15,7 @@ from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.identity import identity_of
 from fsdp_jobs.run.verdict import FINAL_ERRORS
+from tests.jobs import environment
 from tests.recorded import recorded_run
 
 
@@ -125,3 +126,19 @@ def test_a_report_shows_what_is_left_of_a_damaged_configuration(tmp_path: Path) 
     run.config.write_bytes(b"steps: 20\n\xff\xfe")
     assert main(["report", run.name, f"runs_dir={tmp_path}"]) == 0
     assert "steps: 20" in run.report.read_text()
+
+
+def test_a_store_that_does_not_answer_is_named_and_its_run_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without its run directory nothing finds the checkpoints in the store again."""
+    run = recorded_run(tmp_path)
+    run.config.write_text(run.config.read_text().replace("  dir: null", "  dir: s3://nobodys/runs", 1))
+    for name, value in environment(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    assert main(["export", run.name, f"runs_dir={tmp_path}"]) == 2
+    assert "checkpoint.dir=s3://nobodys/runs: cannot be read: NoCredentialsError" in capsys.readouterr().err
+    assert main(["prune", "--older-than", "0m", "--yes", f"runs_dir={tmp_path}"]) == 1
+    told = capsys.readouterr()
+    assert f"not removed: s3://nobodys/runs/{run.name}: NoCredentialsError" in told.err and "removed 0 runs" in told.out
+    assert run.config.exists()
