@@ -53,8 +53,9 @@ class CannotReadHere(JobFailed):
     """Only this machine fails to read a checkpoint, or reads other bytes than the others: its own fault."""
 
     def __init__(self, path: Path, why: object):
-        cure = "check this machine's disk or mount; nothing was set aside"
-        super().__init__(f"{this_machine()} cannot read {path}: {why}. {cure}.")
+        check = "network, clock and credentials" if is_object_store(path) else "disk or mount"
+        what = f"{this_machine()} cannot read {path}: {why}".removesuffix(".")
+        super().__init__(f"{what}. Check its {check}; nothing was set aside.")
 
 
 @contextmanager

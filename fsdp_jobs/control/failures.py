@@ -50,7 +50,7 @@ def find_cause(broken: Round, silent: set[int]) -> Cause:
         return Cause(f"{first.describe()}; {ended}", first)
     if first is None or first.is_victim or (broken.culprit is not None and not first.error):
         return Cause(broken.broken_why, node=broken.culprit)  # failures are consequences: the cause died with its node
-    alike = {f.node for f in real if f.exit_code == first.exit_code and f.error == first.error}
+    alike = {f.node for f in real if f.exit_code == first.exit_code and f.problem == first.problem}
     if first.has_aborted:  # maybe because of them
         alike |= silent
     return Cause(first.describe(), first, first.node if first.may_be_the_machines and len(alike) == 1 else None)

@@ -107,11 +107,16 @@ class Failure:
         return bool(_OUT_OF_MEMORY.search(self.error))
 
     @property
+    def problem(self) -> str:
+        """What several nodes may report alike: the error, or only its class if its message is about one machine."""
+        return next((kind for kind in _HERE_ALONE if self.error.startswith(kind)), self.error)
+
+    @property
     def may_be_the_machines(self) -> bool:
         if self.is_out_of_memory:
             return False
         is_of_hardware = _HARDWARE.search(self.error) is not None and not _OF_PROGRAM.search(self.error)
-        return self.exit_code < 0 or is_of_hardware or self.error.startswith(_HERE_ALONE)
+        return self.exit_code < 0 or is_of_hardware or self.problem in _HERE_ALONE
 
     @property
     def signature(self) -> tuple[int, int | str]:

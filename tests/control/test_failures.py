@@ -117,6 +117,20 @@ def test_of_two_failures_within_a_second_one_is_told_and_blamed(tmp_path: Path, 
     assert (broken["why"].startswith(expected[0]), broken["blamed"]) == (True, expected[1]), broken
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_two_nodes_cannot_read_accuses_no_machine(tmp_path: Path, count: int) -> None:
+    """As a file server that hangs, or a store's credentials that have expired."""
+    cluster = Cluster(tmp_path, "nodes=2", "elastic.join_window_s=0")
+    members = [cluster.join(n) for n in range(2)]
+    cluster.later(1.5, *members)
+    for number, member in enumerate(members):
+        why = f"CannotReadHere: node{number} cannot read step-00000002/__{number}_0.distcp: Input/output error."
+        cluster.ready(member, *([failure(number, number, why)] if number < count else []))
+    cluster.later(2, *members)
+    (broken,) = cluster.events("round_broken")
+    assert broken["why"].startswith("rank 0 on node 0 failed") and broken.get("blamed") == ("node0", None)[count - 1]
+
+
 def test_a_node_that_is_lost_is_told_also_where_its_victims_say_so_first(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, "nodes=2", "elastic.join_window_s=0")
     a, b = [cluster.join(n) for n in range(2)]
