@@ -45,6 +45,8 @@ def export(run: RunDir, config: JobConfig, file_format: str, step: int | None, o
     folder = _choose(run, config, step)
     target = Path(out) if out is not None else run.export
     target.mkdir(parents=True, exist_ok=True)
+    for left in target.glob(".model*.tmp"):  # by an export that was killed, maybe for its memory
+        left.unlink(missing_ok=True)
     entries = SafeReader(folder).read_metadata().state_dict_metadata
     saved = {n: e for n, e in entries.items() if n.startswith("model.") and isinstance(e, TensorStorageMetadata)}
     if file_format == "pt":

@@ -19,7 +19,7 @@ from fsdp_jobs.checkpoints import catalog
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.submit.submit import overrides_again
-from tests.jobs import Watched, cli, fill, job, signal_all
+from tests.jobs import Watched, cli, environment, fill, job, killed_at, signal_all
 from tests.world import PACED, TINY, events_of, flip_byte, losses_of, undisturbed_losses
 
 pytestmark = pytest.mark.integration
@@ -162,10 +162,15 @@ def test_export_gives_the_weights_that_were_trained(trained: Path, tmp_path: Pat
     from safetensors.torch import load_file
 
     shutil.copytree(trained / "runs", tmp_path / "runs")
+    out = tmp_path / "runs" / "short" / "export"
+    out.mkdir()
+    command = [*killed_at(1, ".model.safetensors"), "export", "short"]
+    killed = subprocess.run(command, cwd=tmp_path, env=environment(tmp_path))
+    assert killed.returncode == -9 and any(out.glob(".model*"))
     for file_format in ("safetensors", "pt"):
         done = cli(tmp_path, "export", "short", "--format", file_format)
         assert done.returncode == 0, done.stdout + done.stderr
-    out = tmp_path / "runs" / "short" / "export"
+    assert not any(out.glob(".model*"))
     hf, pt = load_file(out / "model.safetensors"), torch.load(out / "model.pt", weights_only=True)
     assert len(hf) == len(pt) == 2 * 9 + 3
     assert torch.equal(hf["model.layers.1.self_attn.q_proj.weight"], pt["layers.1.attention.wq.weight"])
