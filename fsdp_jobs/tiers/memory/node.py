@@ -55,7 +55,7 @@ Partner = tuple[str, int]  # address and port of the agent that receives the cop
 class Copy(Message):
     """An agent sends a snapshot to its partner."""
 
-    snapshot: str  # JSON of a `Snapshot`, whose data follows
+    snapshot: Snapshot  # its data follows
     sums: dict[str, str]  # checksums by tensor
 
 
@@ -176,7 +176,7 @@ class Tier(tier.Tier):
     def _send(self, partner: Partner, slot: Slot, snapshot: Snapshot, copy: Snapshot, sums: dict[str, str]) -> None:
         """Send a copy. Raises: OSError, ValueError or KeyError if the partner does not confirm it."""
         connection, lines = self._connected(partner)
-        connection.sendall(Copy(copy.to_json(), {entry.name: sums[entry.name] for entry in copy.entries}).line())
+        connection.sendall(Copy(copy, {entry.name: sums[entry.name] for entry in copy.entries}).line())
         begins = {entry.name: entry.begin for entry in snapshot.entries}
         with slot.data.open("rb") as data:
             for entry in copy.entries:
@@ -270,7 +270,7 @@ class _Receiver(socketserver.StreamRequestHandler):
 
     def _receive(self, copy: Copy) -> None:
         """Receive a copy and seal it. Raises: ValueError if its checksums differ from the sender's."""
-        snapshot = Snapshot.from_json(copy.snapshot)
+        snapshot = copy.snapshot
         slot = Slot.of(self.server.folder, snapshot)
         slot.withdraw()
         with memoryview(slot.map(snapshot.size)) as data:

@@ -29,6 +29,7 @@ from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.run import folders
 from fsdp_jobs.run.checksum import checksum, checksum_of_part
 from fsdp_jobs.run.directory import RunDir, write_whole
+from fsdp_jobs.run.record import Record
 from fsdp_jobs.run.table import listed
 from fsdp_jobs.run.verdict import Verdict
 
@@ -54,7 +55,7 @@ class Entry(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class Snapshot(Record):
     """The snapshot of one rank."""
 
     term: int  # the number of the round over all attempts of the run
@@ -86,19 +87,10 @@ class Snapshot:
         entries = [e for e in self.entries if e.is_alone]
         return replace(self, entries=entries, is_whole=len(entries) == len(self.entries)).placed()
 
-    def to_json(self) -> str:
-        """Return its description. It leaves out an empty `stream`: older snapshots were sealed without one."""
-        return json.dumps({key: value for key, value in vars(self).items() if key != "stream" or value is not None})
-
     def described(self) -> str:
         """Return its description with a checksum, as stored in a slot."""
         text = self.to_json()
         return f"{checksum(text.encode())}\n{text}"
-
-    @classmethod
-    def from_json(cls, text: str) -> Snapshot:
-        content: dict[str, Any] = json.loads(text)
-        return cls(**{**content, "entries": [Entry(*e) for e in content["entries"]]})
 
 
 class Slot:
