@@ -14,9 +14,11 @@ import os
 import re
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, TypeVar, dataclass_transform
+
+import msgspec
 
 from fsdp_jobs.run.directory import RunDir, lock
 from fsdp_jobs.run.record import JsonObject
@@ -73,8 +75,7 @@ class Event:
     @classmethod
     def parse(cls, record: JsonObject) -> Event:
         """Make an event from a line; fields that its type lacks are dropped."""
-        kind = cls.KINDS.get(record["event"], Event)
-        return kind(**{f.name: record[f.name] for f in fields(kind) if f.name in record})
+        return msgspec.convert(record, cls.KINDS.get(record["event"], Event))
 
     def to_record(self) -> JsonObject:
         """Return the content of its line; fields that are None are left out."""
@@ -384,11 +385,11 @@ def record(run: RunDir, attempt: int, event: Event) -> None:
 
 
 def parse_events(records: Iterable[JsonObject]) -> Iterator[Event]:
-    """Make events from lines; a line that lacks fields of its type is skipped."""
+    """Make events from lines; a line whose fields are not those of its type is skipped."""
     for record in records:
         try:
             yield Event.parse(record)
-        except (KeyError, TypeError) as e:
+        except (KeyError, ValueError) as e:
             logger.warning("not an event: %s: %s", e, record)
 
 
