@@ -309,10 +309,8 @@ class RandomState:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         torch.set_rng_state(state["torch"])
-        generator, keys, *rest = state["numpy"]  # earlier versions saved tensors
-        np.random.set_state((generator, np.asarray(keys, np.uint32), *rest))
-        version, words, gauss = state["python"]
-        random.setstate((version, tuple(map(int, words)), gauss))
+        np.random.set_state(state["numpy"])
+        random.setstate(state["python"])
         if "cuda" in state:
             torch.cuda.set_rng_state(state["cuda"], self.device)
 
