@@ -16,7 +16,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -27,9 +27,8 @@ import msgspec
 from fsdp_jobs.checkpoints.blocks import SUMS, FileSums, difference
 from fsdp_jobs.config.errors import BadInput, JobFailed
 from fsdp_jobs.plan.topology import natural_key
-from fsdp_jobs.run import events
 from fsdp_jobs.run.checksum import checksum
-from fsdp_jobs.run.directory import RunDir, write_whole
+from fsdp_jobs.run.directory import write_whole
 from fsdp_jobs.run.processes import this_machine
 
 MANIFEST = "manifest.json"
@@ -53,9 +52,8 @@ class CannotReadHere(JobFailed):
     """Only this machine fails to read a checkpoint, or reads other bytes than the others: its own fault."""
 
     def __init__(self, path: Path, why: object):
-        check = "network, clock and credentials" if is_object_store(path) else "disk or mount"
         what = f"{this_machine()} cannot read {path}: {why}".removesuffix(".")
-        super().__init__(f"{what}. Check its {check}; nothing was set aside.")
+        super().__init__(f"{what}. Check its disk, mount or credentials; nothing was set aside.")
 
 
 @contextmanager
@@ -322,34 +320,6 @@ def prune(checkpoints: Path, keep: int) -> list[Path]:
         else:
             remove(folder.rename(folder.with_name(f"{folder.name}.tmp")))
     return removed
-
-
-def refuse_to_begin_again(
-    run: RunDir, checkpoints: Path, skipped: Mapping[str, list[str]], touched: Iterable[str]
-) -> None:
-    """Refuse to restart a run from step 0 if it once had a checkpoint.
-
-    Args:
-        skipped: the faults of its checkpoints, by name.
-        touched: checkpoints that were partly loaded before damage was found.
-
-    Raises:
-        JobFailed: it had one.
-    """
-    steps = [0, *(step_of(checkpoints / name) for name in {*touched, *skipped})]
-    for event in events.newest_events(run):  # snapshots have none of their own
-        match event:
-            case events.Checkpoint() | events.Resumed():
-                steps.append(event.step)
-            case events.RoundBroken() | events.AttemptEnded():
-                steps.append(event.committed or 0)
-    if max(steps) > 0:
-        reasons = [f"{name}: {'; '.join(faults)}" for name, faults in skipped.items()]
-        found = reasons or sorted(f.name for f in checkpoints.glob("step-*")) or ["nothing"]
-        raise JobFailed(
-            f"this run had a checkpoint of step {max(steps)}, and none that can be used is in {checkpoints} "
-            f"(found: {', '.join(found)}). Put one back, or begin again with checkpoint.restart_from_zero=true."
-        )
 
 
 def remove(folder: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ from fsdp_jobs.checkpoints.catalog import MANIFEST, NOT_AGREED, NOT_FINITE, OTHE
 from fsdp_jobs.checkpoints.ranks import Ranks
 from fsdp_jobs.checkpoints.state import State
 from fsdp_jobs.checkpoints.storage import SafeReader
+from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.run import events
 from fsdp_jobs.run.agreement import NO_LIMIT, known_here
@@ -207,5 +207,20 @@ class SharedStorage(Tier):
     def check_may_begin_again(self) -> None:
         """Raises: JobFailed when the run has had checkpoints, but none can be used."""
         if not self._may_begin_again:
-            refuse = partial(catalog.refuse_to_begin_again, self.run, self.home, self.skipped, self._doubted)
-            self.ranks.from_rank_0(refuse)
+            self.ranks.from_rank_0(self._refuse_to_begin_again)
+
+    def _refuse_to_begin_again(self) -> None:
+        steps = [0, *(catalog.step_of(self.home / name) for name in self._doubted | self.skipped.keys())]
+        for event in events.newest_events(self.run):  # snapshots have none of their own
+            match event:
+                case events.Checkpoint() | events.Resumed():
+                    steps.append(event.step)
+                case events.RoundBroken() | events.AttemptEnded():
+                    steps.append(event.committed or 0)
+        if max(steps) > 0:
+            reasons = [f"{name}: {'; '.join(faults)}" for name, faults in self.skipped.items()]
+            found = reasons or sorted(f.name for f in self.home.glob("step-*")) or ["nothing"]
+            raise JobFailed(
+                f"this run had a checkpoint of step {max(steps)}, and none that can be used is in {self.home} "
+                f"(found: {', '.join(found)}). Put one back, or begin again with checkpoint.restart_from_zero=true."
+            )
