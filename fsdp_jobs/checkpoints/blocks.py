@@ -94,9 +94,8 @@ def reading_back(file: Path) -> Iterator[ReadBack | None]:
 
 def _is_mounted_store(file: Path) -> bool:
     """Whether a file is on a FUSE mount, such as s3fs or gcsfuse."""
-    above = {str(folder) for folder in file.resolve().parents}
-    mounts = [mount for mount in psutil.disk_partitions(all=True) if mount.mountpoint in above]
-    return bool(mounts) and max(mounts, key=lambda mount: len(mount.mountpoint)).fstype.startswith("fuse")
+    types = {mount.mountpoint: mount.fstype for mount in psutil.disk_partitions(all=True)}
+    return next((types[f] for f in map(str, file.resolve().parents) if f in types), "").startswith("fuse")
 
 
 class SummedFile:

@@ -75,7 +75,7 @@ class Checkpointer:
         self._report = report
         self.state = (Fsdp1State if fsdp1.is_used(model) else State)(model, optimizer, others, device)
         minutes = self.config.every_minutes
-        self.every_s: float = run.planned_interval_s() if minutes == AUTO else minutes * 60  # 0: only by steps
+        self.every_s = run.planned_interval_s() if minutes == AUTO else minutes * 60  # 0: only by steps
         self.samples = 0  # consumed since the run began; the program counts them, a save includes them
         self.stream: dict[str, Any] | None = None  # where a stream continues; the same on every rank
         self.home = checkpoints_of(self.config, run)

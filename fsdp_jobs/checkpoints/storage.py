@@ -155,7 +155,7 @@ class CommittingWriter(FileSystemWriter):
 
     def __init__(self, request: SaveRequest):
         sync = not is_object_store(request.temporary)
-        super().__init__(str(request.temporary), single_file_per_rank=True, sync_files=sync, overwrite=False)
+        super().__init__(str(request.temporary), sync_files=sync, overwrite=False)
         self.request = request
         self.fs: _SummedFileSystem = _SummedFileSystem(read_back=request.config.read_back)
         self.path = request.temporary

@@ -7,7 +7,6 @@ import io
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Self
 
 _MOST_BEGINNINGS = 3  # words with the same beginning, to be offered together
@@ -55,12 +54,11 @@ class JobFailed(Exception):
 
 def name_file(error: OSError) -> None:
     """Add to an error of reading or writing, which names no file, the one that was open where it was raised."""
-    if error.errno is None:  # from the client of an object store
-        return
-    for frame, _ in reversed([*traceback.walk_tb(error.__traceback__)]):
-        for value in frame.f_locals.values():
-            if isinstance(value, io.IOBase) and isinstance(name := getattr(value, "name", None), str | Path):
-                error.filename = error.filename or str(name)
+    if error.errno is not None and error.filename is None:  # without a number it is of an object store's client
+        for frame, _ in [*traceback.walk_tb(error.__traceback__)][1:]:  # the first is the caller's
+            for value in frame.f_locals.values():
+                if isinstance(value, io.FileIO | io.BufferedReader | io.TextIOWrapper):
+                    error.filename = value.name
 
 
 def one_line(words: object) -> str:
