@@ -46,8 +46,8 @@ def _pattern(pattern: str) -> Iterator[Problem]:
     except re.error as e:
         yield Problem(where, f"not a regular expression: {e}", example)
         return
-    if unknown := compiled.groupindex.keys() - {"step", "steps", "loss"}:
-        yield Problem(where, f"a group {min(unknown)}, and lines have step, steps and loss", example)
+    if unknown := compiled.groupindex.keys() - {"step", "steps", "loss", "epoch"}:
+        yield Problem(where, f"a group {min(unknown)}, and lines have step, steps, loss and epoch", example)
     elif not compiled.groups or (compiled.groupindex and "step" not in compiled.groupindex):
         yield Problem(where, "no group for the step", example)
 

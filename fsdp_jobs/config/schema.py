@@ -245,7 +245,7 @@ class ElasticConfig:
 class ProgramConfig:
     """Facts about the user's own program."""
 
-    metrics: str | None = key(None, "pattern of rank 0's lines, with groups `step`, `steps`, `loss`; null: known ones")
+    metrics: str | None = key(None, "pattern of lines, with groups `step`, `steps`, `loss`, `epoch`; null: known ones")
 
 
 @dataclass

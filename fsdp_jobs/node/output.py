@@ -1,7 +1,8 @@
 """Read steps and losses from the output of rank 0 or the last rank, if the user's program reports none. No torch.
 
 Without a setting it recognizes lines with a step and a loss, as torchtitan, lingua, nanoGPT and most scripts print
-them; transformers' Trainer, which shows its steps only in its progress bar; and the bars of Lightning and diffusers.
+them; lines with an epoch, its steps and a loss, as timm's and Lightning's bar; the bar of diffusers; and transformers'
+Trainer, which shows its steps only in its progress bar.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ _LONGEST_LINE = 1 << 12  # bytes of a line that are parsed
 _NUMBER = r"[-+]?\d{1,3}(?:,\d{3})+\.\d+|[-+]?\d+\.?\d*(?:e[-+]?\d+)?|[-+]?inf|nan"
 _NO_TRAINING = "".join(f"(?<!{word} )" for word in ("val", "eval", "test", "valid", "validation", "evaluation"))
 _LOSS = re.compile(
-    rf"(?<![\w/]){_NO_TRAINING}(?:(?:train(?:ing)?|step|total)[_ /])?loss(?:_step| train)?"
+    rf"(?<![\w/]){_NO_TRAINING}(?:(?:train(?:ing)?|step|total|avg|mean|running)[_ /])?loss(?:_step| train)?"
     rf"['\"]?\s*[:=]?\s*['\"]?(?:tensor\()?(?P<loss>{_NUMBER})",
     re.IGNORECASE,
 )
@@ -44,7 +45,13 @@ _STEP = re.compile(
     re.IGNORECASE,
 )
 _BAR = re.compile(r"\s*\d+%\|.*\| (?P<step>\d+)/(?P<steps>\d+) \[")
-_BAR_OF_EPOCH = re.compile(r"\s*Epoch (?P<epoch>\d+): +\d+%\|.*\| (?P<step>\d+)/(?P<steps>\d+) \[(?P<rest>.*)")
+_EPOCH = re.compile(r"\bepoch['\"]?\s*[:=]?\s*\[?(?P<epoch>\d+)", re.IGNORECASE)
+# Not `Train Epoch: 1 [640/60000 (1%)]`, which are samples.
+_OF_EPOCH = re.compile(
+    rf"\b{_NO_TRAINING}(?:epoch(?:: \[| +)|train: \[?)(?P<epoch>\d+)(?:/\d+)?[\]:]?\s*"
+    r"(?:\d+%\|.*\||[\[|])\s*(?P<step>\d+)/\s*(?P<steps>\d+)",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -52,8 +59,9 @@ class Reading:
     """Step and loss in a line."""
 
     step: int
-    steps: int | None = None  # the total
+    steps: int | None = None  # the total; beside an epoch, the epoch's last
     loss: float | None = None
+    epoch: int | None = None
 
 
 class Reader:
@@ -62,7 +70,7 @@ class Reader:
     def __init__(self, pattern: str | None):
         """`pattern`: `program.metrics`, which replaces the known formats."""
         self._pattern = re.compile(pattern) if pattern is not None else None
-        self._loss: float | None = None  # printed by the Trainer; its progress bar shows the step next
+        self._loss: dict[str, str | None] = {}  # printed by the Trainer; its progress bar shows the step next
 
     def read(self, line: str) -> Reading | None:
         """Parse a line; None if it shows no step."""
@@ -78,26 +86,29 @@ class Reader:
             if (found := self._pattern.search(line)) is None:
                 return None
             return _reading(found.groupdict() or dict(zip(("step", "loss"), found.groups(), strict=False)))
-        if found := _BAR_OF_EPOCH.match(line):
-            step = int(found["epoch"]) * int(found["steps"]) + int(found["step"])
-            return Reading(step, None, _loss_in(found["rest"]))
-        if found := _BAR.match(line):
-            loss, self._loss = self._loss, None
-            return Reading(int(found["step"]), int(found["steps"]), loss) if loss is not None else None
+        value = _LOSS.search(line)
+        loss = value.groupdict() if value else {}
+        if (found := _OF_EPOCH.search(line)) and (value or "%|" in line):
+            return _reading(found.groupdict() | loss)
+        if self._loss and (found := _BAR.match(line)):
+            reading = _reading(found.groupdict() | self._loss)
+            self._loss = {}
+            return reading
         if line.lstrip().startswith("{"):
-            self._loss = _loss_in(line)
-        at, value = _STEP.search(line), _LOSS.search(line)
-        return _reading(at.groupdict() | value.groupdict()) if at and value else None
-
-
-def _loss_in(text: str) -> float | None:
-    found = _LOSS.search(text)
-    return float(found["loss"].replace(",", "")) if found else None
+            self._loss = loss
+        if not value or not (found := _STEP.search(line)):
+            return None
+        epoch = _EPOCH.search(line)
+        return _reading(found.groupdict() | loss | (epoch.groupdict() if epoch else {}))
 
 
 def _reading(groups: dict[str, str | None]) -> Reading | None:
-    step, steps, loss = ((groups.get(name) or "").replace(",", "") for name in ("step", "steps", "loss"))
-    return Reading(int(step), int(steps) if steps else None, float(loss) if loss else None) if step else None
+    if not groups.get("step"):
+        return None
+    numbers: dict[str, Any] = {
+        name: (float if name == "loss" else int)(text.replace(",", "")) for name, text in groups.items() if text
+    }
+    return Reading(**numbers)
 
 
 class OutputMetrics:
@@ -121,7 +132,8 @@ class OutputMetrics:
             ranks = {0: self._node, round_.size * len(self._states) - 1: round_.last} if round_.rank == 0 else {}
             logs = [self._run.rank_log(self._attempt, node, rank) for rank, node in ranks.items()]
             self._followed = [
-                _Followed(log, Reader(self._pattern), StepClock(self._run), size_of(log), job_time()) for log in logs
+                _Followed(self._run, log, Reader(self._pattern), StepClock(self._run), size_of(log), job_time())
+                for log in logs
             ]
 
     def close(self) -> None:
@@ -146,7 +158,7 @@ class OutputMetrics:
                 readings = list(followed.new(is_end))
                 followed.looked_at = now
                 for i, reading in enumerate(readings, 1):  # spread evenly over the time since the last read
-                    line = followed.line(self._run, reading, before + (now - before) * i / len(readings))
+                    line = followed.line(reading, before + (now - before) * i / len(readings))
                     append_line(self._run.metrics, line | {"attempt": self._attempt})
                 if readings:
                     self._followed = [followed]
@@ -157,6 +169,7 @@ class OutputMetrics:
 class _Followed:
     """State of a round, as read from a rank's output."""
 
+    run: RunDir
     log: Path
     reader: Reader
     clock: StepClock
@@ -164,15 +177,36 @@ class _Followed:
     looked_at: float  # seconds since 1970
     newest: Reading | None = None
     done_at: float = 0.0  # when the newest was printed
+    read: Reading | None = None  # the newest of an epoch, counted over all epochs
+    before: int = 0  # steps of the epochs before, if each begins with the first step
 
     def new(self, is_end: bool) -> Iterator[Reading]:
         """Yield later steps in new lines, including an unfinished last line at the end of the log."""
         reached = -1 if self.newest is None else self.newest.step
         for line in self._lines(is_end):
             reading = self.reader.read(line[:_LONGEST_LINE].decode(errors="replace"))
+            if reading is not None and reading.epoch is not None:
+                reading = self._over_epochs(reading, reading.epoch)
             if reading is not None and reading.step > reached:
                 reached = reading.step
                 yield reading
+
+    def _over_epochs(self, reading: Reading, epoch: int) -> Reading:
+        """Count the steps of all epochs, also if the program counts those of each.
+
+        It does if a step is not higher than the last of an earlier epoch. An epoch of unknown length ends with the
+        last step printed.
+        """
+        if self.read is None:
+            earlier = (line for line in newest_json_lines(self.run.metrics) if line.get("epoch", epoch) < epoch)
+            of = next(earlier, {})
+            self.read = Reading(of.get("step", -1), of.get("epoch_end", 0), epoch=of.get("epoch"))
+        if epoch != self.read.epoch:
+            self.before = (self.read.steps or 0) if reading.step <= self.read.step else 0
+        step = self.before + reading.step
+        end = self.before + reading.steps if reading.steps else step + 1
+        self.read = replace(reading, step=step, steps=end)
+        return self.read
 
     def _lines(self, is_end: bool) -> Iterator[bytes]:
         """Yield up to 1 MiB of new lines, all at the end. A progress bar ends a line only with the next one."""
@@ -191,11 +225,12 @@ class _Followed:
                     return
                 f.seek(self.offset)
 
-    def line(self, run: RunDir, reading: Reading, at: float) -> dict[str, Any]:
+    def line(self, reading: Reading, at: float) -> dict[str, Any]:
         """Return the line of `metrics.jsonl` for a reading."""
-        line: dict[str, Any] = {"step": reading.step, "loss": reading.loss, "steps": reading.steps}
+        line: dict[str, Any] = {"step": reading.step, "loss": reading.loss, "epoch": reading.epoch}
+        line["steps" if reading.epoch is None else "epoch_end"] = reading.steps
         if self.newest is None:
-            last, before = [*islice(newest_json_lines(run.metrics), 2), {}, {}][:2]
+            last, before = [*islice(newest_json_lines(self.run.metrics), 2), {}, {}][:2]
             between = last.get("step", 0) - before.get("step", 0)
             line["resumed"] = max(0, reading.step - max(1, between))
             step_s = last.get("step_s", 0.0)

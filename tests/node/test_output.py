@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from fsdp_jobs.node.output import OutputMetrics, Reader, Reading
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.messages import Round
 from fsdp_jobs.run.rank_state import RankState
+from fsdp_jobs.run.status import RunStatus
 from fsdp_jobs.run.tail import read_json_lines
 
 ALONE = Round(0, 1, size=1, shard_group=1, rank=0, layout="", last=0, partner=None)  # a round of one node
@@ -32,9 +34,9 @@ LIGHTNING = "Epoch 1:  50%|█████     | 50/100 [00:05<00:05, 9.80it/s, 
         (TORCHTITAN, Reading(10, None, 8.1234)),
         (LINGUA, Reading(20, None, 9.87)),
         (MEGATRON, Reading(30, 500, 10.94782)),
-        (LIGHTNING, Reading(150, None, 2.31)),
+        (LIGHTNING, Reading(50, 100, 2.31, epoch=1)),
         (DIFFUSERS, Reading(50, 500, 0.12)),
-        (LITGPT, Reading(110, None, 2.34)),
+        (LITGPT, Reading(110, None, 2.34, epoch=2)),
         (DETECTRON, Reading(19, None, 1.5)),
         ("Training steps:  10%|█         | 50/500 [00:10<01:30,  4.91it/s, loss=0.12]", Reading(50, 500, 0.12)),
         ("step 10, loss 2.3", Reading(10, None, 2.3)),
@@ -43,7 +45,7 @@ LIGHTNING = "Epoch 1:  50%|█████     | 50/100 [00:05<00:05, 9.80it/s, 
         ("step 0.52s, loss 2.3", None),
         ("step 300ms loss 2.3", None),
         ("Validation steps:  10%|█         | 5/50 [00:10<01:30,  4.91it/s, loss=0.12]", None),
-        ("Epoch 0:  10%|█         | 10/100 [00:01<00:09, 9.80it/s, v_num=0]", Reading(10)),
+        ("Epoch 0:  10%|█         | 10/100 [00:01<00:09, 9.80it/s, v_num=0]", Reading(10, 100, epoch=0)),
         ("iter 40: loss 3.2100, time 123.45ms, mfu 12.34%", Reading(40, None, 3.21)),  # nanoGPT
         ("step 250: train loss 2.1000, val loss 2.5000", Reading(250, None, 2.1)),  # its evaluation
         ("step 00019/05000 | loss 10.98 | lr 3.0e-04", Reading(19, 5000, 10.98)),  # llm.c and its like
@@ -59,6 +61,18 @@ LIGHTNING = "Epoch 1:  50%|█████     | 50/100 [00:05<00:05, 9.80it/s, 
         ("training for 1000 steps with loss scale 128", None),
         ("Map: 100%|██████████| 1000/20000 [00:01<00:00, 9000 examples/s]", None),
         ("  5%|▌         | 5/100 [00:01<00:19,  5.0it/s]", None),  # a bar of no one knows what
+        ("Epoch 1/10:  50%|█████     | 50/100 [00:05<00:05, 9.80it/s, loss=2.31]", Reading(50, 100, 2.31, epoch=1)),
+        ("Epoch: [0][ 6/20]\tTime  0.22 ( 0.45)\tLoss 1.0642e+01 (8.4406e+00)", Reading(6, 20, 10.642, epoch=0)),
+        ("Epoch: [0]  [  10/1251]  eta: 0:10:00  lr: 0.1  loss: 6.9 (7.0)", Reading(10, 1251, 6.9, epoch=0)),
+        ("Train: 1 [   2/5 ( 60%)]  Loss: 0.734 (0.694)  Time: 0.051s,  156.18/s", Reading(2, 5, 0.734, epoch=1)),
+        ("INFO Train: [0/300][10/1251]\teta 0:10:00 lr 0.1\tloss 6.9 (6.9)", Reading(10, 1251, 6.9, epoch=0)),
+        ("| epoch   1 |   200/ 2983 batches | lr 20.00 | loss  7.62 | ppl  2047.00", Reading(200, 2983, 7.62, epoch=1)),
+        ("Test: [ 1/4]\tTime  0.293 ( 0.293)\tLoss 5.8262e+03 (5.8262e+03)", None),
+        ("Train Epoch: 1 [640/60000 (1%)]\tLoss: 2.3", None),  # samples
+        (  # a bar, and what is logged beside it
+            " 24%|██▍       | 48/199 [00:02<00:07, 21.25it/s][rank=0] INFO:{'global_step': 10, 'running_loss': 6.22}",
+            Reading(10, None, 6.22),
+        ),
         ("Validation DataLoader 0:  50%|█████     | 5/10 [00:00<00:00, 90.0it/s]", None),
     ],
 )
@@ -112,6 +126,46 @@ def test_lines_become_metrics_as_long_as_no_rank_reports_steps(tmp_path: Path) -
     states[0].clear()  # it has failed
     output.close()
     assert len(list(read_json_lines(run.metrics))) == 3
+
+
+@pytest.mark.parametrize(
+    ("form", "steps"),
+    [
+        ("Epoch {epoch} | Iter {step} | Train Loss {loss}", [0, 100, 200, 201, 301, 401, 402, 502, 602]),  # at least
+        ("Epoch: [{epoch}][{step}/250]\tLoss {loss}", [0, 100, 200, 250, 350, 450, 500, 600, 700]),
+        ("epoch {epoch} step {step}/250 loss {loss}", [0, 100, 200, 250, 350, 450, 500, 600, 700]),
+    ],
+)
+def test_steps_that_begin_anew_in_each_epoch_are_counted_over_all_also_after_a_restart(
+    tmp_path: Path, form: str, steps: list[int]
+) -> None:
+    run, log = RunDir(tmp_path), RunDir(tmp_path).rank_log(0, 0, 0)
+    log.parent.mkdir(parents=True)
+    for round_, epochs in enumerate([(1, 2), (2, 3)]):  # the first one ends after its save of epoch 1
+        output = OutputMetrics(None, run, 0, 0, [])
+        output.begin_round(ALONE)
+        with log.open("a") as f:
+            for epoch, step in itertools.product(epochs, (0, 100, 200)):
+                f.write(form.format(epoch=epoch, step=step, loss=9 - round_ - epoch) + "\n")
+        output.close()
+    lines = list(read_json_lines(run.metrics))
+    assert [line["step"] for line in lines] == [*steps[:6], *steps[3:]]
+    assert [line["loss"] for line in lines] == [8, 8, 8, 7, 7, 7, 6, 6, 6, 5, 5, 5]
+    status = RunStatus(run)
+    status.update()
+    assert (status.step, status.steps, status.eta_s) == (steps[-1], None, None)  # how many epochs is not known
+
+
+def test_steps_over_all_epochs_stay_as_they_are(tmp_path: Path) -> None:
+    run, log = RunDir(tmp_path), RunDir(tmp_path).rank_log(0, 0, 0)
+    log.parent.mkdir(parents=True)
+    for first in (0, 10):
+        output = OutputMetrics(None, run, 0, 0, [])
+        output.begin_round(ALONE)
+        with log.open("a") as f:
+            f.writelines(f"epoch {step // 8} step {step} loss 1.0\n" for step in range(first, 20, 5))
+        output.close()
+    assert [line["step"] for line in read_json_lines(run.metrics)] == [0, 5, 10, 15, 10, 15]
 
 
 def test_what_a_program_prints_last_is_read_however_much_it_is_and_without_an_end_of_line(tmp_path: Path) -> None:
