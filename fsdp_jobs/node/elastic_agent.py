@@ -170,12 +170,15 @@ class Agent(LocalElasticAgent):
 
     def _describe(self, rank: int, failure: ProcessFailure) -> Failure:
         """Report a failed rank with a summary of its exception, from torch elastic's error file."""
-        error, text, has_file = "", "", Path(failure.error_file).exists()
+        error, text, last_line, has_file = "", "", "", Path(failure.error_file).exists()
+        log = self._handler.log_files()[failure.local_rank]
         if failure.exitcode == -signal.SIGKILL and kills_for_memory() > self._kills_for_memory:
             error = "OutOfMemoryError: the kernel killed it because memory had run out"
         elif failure.exitcode == -signal.SIGABRT:  # maybe by NCCL's watchdog, whose reason is only in the log
-            text = last_lines(self._handler.log_files()[failure.local_rank], _ABORT_LINES)
-        elif failure.exitcode >= 0 and has_file:
+            text = last_lines(log, _ABORT_LINES)
+        elif failure.exitcode >= 0 and not has_file:
+            last_line = summary(last_lines(log, 1))
+        elif failure.exitcode >= 0:
             content = failure.message
             text = content["message"] if isinstance(content, dict) else content
             text = text.encode(errors="replace").decode()  # messages must be UTF-8, but file names in them may not be
@@ -183,7 +186,7 @@ class Agent(LocalElasticAgent):
             error = summary(text)
         ended_at = failure.timestamp + self._handler.lease.ahead_s() if has_file else job_time()
         step = self._handler.states[failure.local_rank].read().step
-        return Failure(self._node, rank, failure.exitcode, error, ended_at, step, waited_s(text))
+        return Failure(self._node, rank, failure.exitcode, error, ended_at, step, waited_s(text), last_line)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         pids = [] if self._handler.has_ended else self._handler.pids()  # others may have these numbers by now

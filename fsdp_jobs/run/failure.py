@@ -83,6 +83,7 @@ class Failure:
     time: float  # seconds since 1970, by the clock of the coordinator
     step: int = -1  # steps it had done
     waited_s: float = 0.0  # in a collective that then timed out
+    last_line: str = ""  # of its output, if it exited without an exception
 
     @property
     def is_request(self) -> bool:
@@ -124,10 +125,11 @@ class Failure:
         return self.step, re.sub(r"[0-9]+", "0", self.error) or self.exit_code  # addresses and sizes differ
 
     def describe(self) -> str:
+        rank, reason = f"rank {self.rank} on node {self.node}", self.error or self.last_line
+        why = f" ({reason})" if reason else ""
         if self.exit_code < 0:
-            why = f" ({self.error})" if self.error else ""
-            return f"rank {self.rank} on node {self.node} was killed by {_signal_name(-self.exit_code)}{why}"
-        return f"rank {self.rank} on node {self.node} failed: {self.error or f'exit code {self.exit_code}'}"
+            return f"{rank} was killed by {_signal_name(-self.exit_code)}{why}"
+        return f"{rank} failed: {self.error or f'exit code {self.exit_code}{why}'}"
 
 
 def _signal_name(number: int) -> str:

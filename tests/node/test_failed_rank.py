@@ -83,11 +83,23 @@ SPAWNED_SAYS = "ProcessRaisedException: -- Process 1 terminated with the followi
 def test_any_exception_reaches_the_coordinator(tmp_path: Path, raised: str, reported: str) -> None:
     error_file = tmp_path / "error.json"
     error_file.write_text(json.dumps({"message": {"message": raised, "extraInfo": {"timestamp": "1"}}}))
-    handler = SimpleNamespace(lease=Lease(tmp_path), states=[_after_step_7(tmp_path)])
+    handler = SimpleNamespace(lease=Lease(tmp_path), log_files=lambda: [tmp_path], states=[_after_step_7(tmp_path)])
     agent: Any = SimpleNamespace(_handler=handler, _node=1, _kills_for_memory=0)
     failure = Agent._describe(agent, 3, ProcessFailure(0, pid=1, exitcode=1, error_file=str(error_file)))
     (received,) = Failed.read(Failed([failure]).line()).failures
     assert (received.node, received.rank, received.step, received.error) == (1, 3, 7, reported)
+
+
+def test_a_program_that_only_exits_is_named_by_its_last_line(tmp_path: Path) -> None:
+    rank_log = tmp_path / "rank-3.log"
+    rank_log.write_text("usage: train.py [--lr LR]\n\x1b[31mtrain.py: error: unrecognized arguments: --lrr\x1b[0m\n")
+    handler = SimpleNamespace(lease=Lease(tmp_path), log_files=lambda: [rank_log], states=[_after_step_7(tmp_path)])
+    agent: Any = SimpleNamespace(_handler=handler, _node=1, _kills_for_memory=0)
+    failure = Agent._describe(agent, 3, ProcessFailure(0, pid=1, exitcode=2, error_file=str(tmp_path / "none.json")))
+    (received,) = Failed.read(Failed([failure]).line()).failures
+    said = "exit code 2 (train.py: error: unrecognized arguments: --lrr)"
+    assert received.describe() == f"rank 3 on node 1 failed: {said}"
+    assert not received.is_victim and not received.error  # a line is no exception
 
 
 GLOO = (
