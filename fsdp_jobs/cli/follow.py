@@ -18,7 +18,7 @@ from fsdp_jobs.run.directory import RunDir, rank_logs
 from fsdp_jobs.run.failure import reports_lost_peer
 from fsdp_jobs.run.status import RunStatus
 from fsdp_jobs.run.table import counted
-from fsdp_jobs.run.tail import Logs, looks_like_error, rank_of
+from fsdp_jobs.run.tail import Logs, looks_like_error, rank_of, shown
 from fsdp_jobs.run.verdict import FINAL_ERRORS, Verdict
 from fsdp_jobs.submit.overview import RunSummary, goodput_of, state_of, summary_of
 from fsdp_jobs.submit.submitted import job_of, named
@@ -119,7 +119,7 @@ class Follower:
         for file, line in self._logs.new():
             rank = rank_of(file)
             if (rank == "0" or looks_like_error(line)) and not reports_lost_peer(line):
-                say(f"[{file.parent.name} rank {rank}] {line}", "dim")
+                say(f"[{file.parent.name} rank {rank}] {shown(line)}", "dim")
 
 
 def summary(status: RunStatus) -> None:

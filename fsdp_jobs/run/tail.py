@@ -167,7 +167,12 @@ def sampled_json_lines(path: Path, count: int) -> Iterator[JsonObject]:
 def last_lines(file: Path, count: int) -> str:
     """Return the last lines of a file, empty if it does not exist. Only its end is read."""
     newest = list(itertools.islice(lines_backwards(file), count))
-    return "\n".join(line.decode(errors="replace").rstrip("\r") for line in reversed(newest))
+    return "\n".join(shown(line.decode(errors="replace")) for line in reversed(newest))
+
+
+def shown(line: str) -> str:
+    """Return what a terminal shows of a line: a progress bar replaces itself after each carriage return."""
+    return line.rstrip("\r").rpartition("\r")[2]
 
 
 class Logs:

@@ -107,6 +107,12 @@ def test_of_long_logs_the_end_is_ordered_without_reading_all_times(
     assert not caplog.records
 
 
+def test_of_a_progress_bar_only_its_newest_state_is_among_the_last_lines(tmp_path: Path) -> None:
+    bar = " 1%|  | 1/99 [00:01]\r 2%|  | 2/99 [00:02]\r"
+    (tmp_path / "log").write_text(f"begins\r\n{bar} 3%|  | 3/99 [00:03]ValueError: no data\n", newline="")
+    assert last_lines(tmp_path / "log", 2) == "begins\n 3%|  | 3/99 [00:03]ValueError: no data"
+
+
 def test_the_tail_of_a_short_file(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("first\nsecond\n\nlast, without an end")
     assert last_lines(tmp_path / "log", 2) == "second\nlast, without an end"
