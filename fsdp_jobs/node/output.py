@@ -36,7 +36,7 @@ _NUMBER = r"[-+]?\d{1,3}(?:,\d{3})+\.\d+|[-+]?\d+\.?\d*(?:e[-+]?\d+)?|[-+]?inf|n
 _NO_TRAINING = "".join(f"(?<!{word} )" for word in ("val", "eval", "test", "valid", "validation", "evaluation"))
 _LOSS = re.compile(
     rf"(?<![\w/]){_NO_TRAINING}(?:(?:train(?:ing)?|step|total|avg|mean|running)[_ /])?loss(?:_step| train)?"
-    rf"['\"]?\s*[:=]?\s*['\"]?(?:tensor\()?(?P<loss>{_NUMBER})",
+    rf"['\"]?\s*[:=]?\s*['\"]?(?:tensor\()?(?!0(?![.\d]))(?P<loss>{_NUMBER})",  # 0 is a sum that has not begun
     re.IGNORECASE,
 )
 _STEP = re.compile(

@@ -73,6 +73,8 @@ LIGHTNING = "Epoch 1:  50%|█████     | 50/100 [00:05<00:05, 9.80it/s, 
             " 24%|██▍       | 48/199 [00:02<00:07, 21.25it/s][rank=0] INFO:{'global_step': 10, 'running_loss': 6.22}",
             Reading(10, None, 6.22),
         ),
+        ("Resumed=True | {'epoch': 1, 'global_step': 200, 'running_loss': 0}", None),  # a sum that has not begun
+        ("step 1 loss 0.0", Reading(1, None, 0.0)),
         ("Validation DataLoader 0:  50%|█████     | 5/10 [00:00<00:00, 90.0it/s]", None),
     ],
 )
