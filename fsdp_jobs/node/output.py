@@ -44,7 +44,7 @@ _STEP = re.compile(
     r"(?:\d+%\|.*\|\s*)?(?P<step>\d[\d,]*)(?![\d.]*[\w%])(?:\s*(?:/|of)\s*(?P<steps>\d[\d,]*))?",
     re.IGNORECASE,
 )
-_BAR = re.compile(r"\s*\d+%\|.*\| (?P<step>\d+)/(?P<steps>\d+) \[")
+_BAR = re.compile(r"^\s*\d+%\|.*\| (?P<step>\d+)/(?P<steps>\d+) \[")
 _EPOCH = re.compile(r"\bepoch['\"]?\s*[:=]?\s*\[?(?P<epoch>\d+)", re.IGNORECASE)
 # Not `Train Epoch: 1 [640/60000 (1%)]`, which are samples.
 _OF_EPOCH = re.compile(
@@ -83,23 +83,23 @@ class Reader:
     def _read(self, line: str) -> Reading | None:
         line = CONTROL.sub("", line)
         if self._pattern is not None:
-            if (found := self._pattern.search(line)) is None:
-                return None
-            return _reading(found.groupdict() or dict(zip(("step", "loss"), found.groups(), strict=False)))
-        value = _LOSS.search(line)
-        loss = value.groupdict() if value else {}
-        if (found := _OF_EPOCH.search(line)) and (value or "%|" in line):
-            return _reading(found.groupdict() | loss)
-        if self._loss and (found := _BAR.match(line)):
-            reading = _reading(found.groupdict() | self._loss)
+            return _reading(_groups(self._pattern, line))
+        loss = _groups(_LOSS, line)
+        if (of_epoch := _groups(_OF_EPOCH, line)) and (loss or "%|" in line):
+            return _reading(of_epoch | loss)
+        if self._loss and (bar := _groups(_BAR, line)):
+            reading = _reading(bar | self._loss)
             self._loss = {}
             return reading
         if line.lstrip().startswith("{"):
             self._loss = loss
-        if not value or not (found := _STEP.search(line)):
-            return None
-        epoch = _EPOCH.search(line)
-        return _reading(found.groupdict() | loss | (epoch.groupdict() if epoch else {}))
+        return _reading(_groups(_STEP, line) | _groups(_EPOCH, line) | loss) if loss else None
+
+
+def _groups(pattern: re.Pattern[str], line: str) -> dict[str, str | None]:
+    """Return what the groups of a pattern have found; without names they are the step and the loss."""
+    found = pattern.search(line)
+    return found.groupdict() or dict(zip(("step", "loss"), found.groups(), strict=False)) if found else {}
 
 
 def _reading(groups: dict[str, str | None]) -> Reading | None:
@@ -177,7 +177,9 @@ class _Followed:
     looked_at: float  # seconds since 1970
     newest: Reading | None = None
     done_at: float = 0.0  # when the newest was printed
-    read: Reading | None = None  # the newest of an epoch, counted over all epochs
+    epoch: int | None = None  # of the newest line that has one, and over all epochs its step and its epoch's end
+    step: int = -1
+    end: int = 0
     before: int = 0  # steps of the epochs before, if each begins with the first step
 
     def new(self, is_end: bool) -> Iterator[Reading]:
@@ -185,28 +187,27 @@ class _Followed:
         reached = -1 if self.newest is None else self.newest.step
         for line in self._lines(is_end):
             reading = self.reader.read(line[:_LONGEST_LINE].decode(errors="replace"))
-            if reading is not None and reading.epoch is not None:
-                reading = self._over_epochs(reading, reading.epoch)
-            if reading is not None and reading.step > reached:
-                reached = reading.step
-                yield reading
+            if reading is not None and (counted := self._over_epochs(reading)).step > reached:
+                reached = counted.step
+                yield counted
 
-    def _over_epochs(self, reading: Reading, epoch: int) -> Reading:
+    def _over_epochs(self, reading: Reading) -> Reading:
         """Count the steps of all epochs, also if the program counts those of each.
 
         It does if a step is not higher than the last of an earlier epoch. An epoch of unknown length ends with the
         last step printed.
         """
-        if self.read is None:
+        if (epoch := reading.epoch) is None:
+            return reading
+        if self.epoch is None:
             earlier = (line for line in newest_json_lines(self.run.metrics) if line.get("epoch", epoch) < epoch)
-            of = next(earlier, {})
-            self.read = Reading(of.get("step", -1), of.get("epoch_end", 0), epoch=of.get("epoch"))
-        if epoch != self.read.epoch:
-            self.before = (self.read.steps or 0) if reading.step <= self.read.step else 0
-        step = self.before + reading.step
-        end = self.before + reading.steps if reading.steps else step + 1
-        self.read = replace(reading, step=step, steps=end)
-        return self.read
+            last = next(earlier, {})
+            self.step, self.end = last.get("step", -1), last.get("epoch_end", 0)
+        if epoch != self.epoch:
+            self.before = self.end if reading.step <= self.step else 0
+        self.epoch, self.step = epoch, self.before + reading.step
+        self.end = self.before + reading.steps if reading.steps else self.step + 1
+        return replace(reading, step=self.step, steps=self.end)
 
     def _lines(self, is_end: bool) -> Iterator[bytes]:
         """Yield up to 1 MiB of new lines, all at the end. A progress bar ends a line only with the next one."""
