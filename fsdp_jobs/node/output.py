@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -175,8 +175,7 @@ class _Followed:
     clock: StepClock
     offset: int  # bytes of the log already read
     looked_at: float  # seconds since 1970
-    newest: Reading | None = None
-    done_at: float = 0.0  # when the newest was printed
+    newest: dict[str, Any] = field(default_factory=dict)  # line of metrics.jsonl in this round
     epoch: int | None = None  # of the newest line that has one, and over all epochs its step and its epoch's end
     step: int = -1
     end: int = 0
@@ -184,7 +183,7 @@ class _Followed:
 
     def new(self, is_end: bool) -> Iterator[Reading]:
         """Yield later steps in new lines, including an unfinished last line at the end of the log."""
-        reached = -1 if self.newest is None else self.newest.step
+        reached = self.newest.get("step", -1)
         for line in self._lines(is_end):
             reading = self.reader.read(line[:_LONGEST_LINE].decode(errors="replace"))
             if reading is not None and (counted := self._over_epochs(reading)).step > reached:
@@ -230,15 +229,16 @@ class _Followed:
         """Return the line of `metrics.jsonl` for a reading."""
         line: dict[str, Any] = {"step": reading.step, "loss": reading.loss, "epoch": reading.epoch}
         line["steps" if reading.epoch is None else "epoch_end"] = reading.steps
-        if self.newest is None:
+        if not self.newest:
             last, before = [*islice(newest_json_lines(self.run.metrics), 2), {}, {}][:2]
             between = last.get("step", 0) - before.get("step", 0)
             line["resumed"] = max(0, reading.step - max(1, between))
             step_s = last.get("step_s", 0.0)
             self.clock.resume(line["resumed"], at - (reading.step - line["resumed"]) * step_s)
         else:
-            step_s = (at - self.done_at) / (reading.step - self.newest.step)
-        self.newest, self.done_at = reading, at
+            step_s = (at - self.newest["time"]) / (reading.step - self.newest["step"])
         sums = self.clock.add(reading.step, at, step_s, 0.0)
         line |= {"step_s": step_s, **sums}
-        return {k: round(v, 6) if isinstance(v, float) else v for k, v in line.items() if v is not None} | {"time": at}
+        rounded = {k: round(v, 6) if isinstance(v, float) else v for k, v in line.items() if v is not None}
+        self.newest = rounded | {"time": at}
+        return self.newest

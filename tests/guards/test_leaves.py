@@ -7,22 +7,19 @@ import sys
 
 import pytest
 
-from fsdp_jobs.run.leaves import GUARDS, TIERS
+from fsdp_jobs.run.leaves import LEAVES
 
 _WITHOUT = """
 import sys
 from fsdp_jobs.run import leaves
 
-kind, leaf = "{leaf}".split(".")
 sys.modules["fsdp_jobs.{leaf}"] = None
-leaves.GUARDS = tuple(name for name in leaves.GUARDS if (kind, name) != ("guards", leaf))
-leaves.TIERS = tuple(name for name in leaves.TIERS if (kind, name) != ("tiers", leaf))
+leaves.LEAVES = tuple(leaf for leaf in leaves.LEAVES if leaf != "{leaf}")
 import fsdp_jobs.checkpoints.checkpointer, fsdp_jobs.control.server, fsdp_jobs.job, fsdp_jobs.node.elastic_agent
 
 for part in ("control", "node", "rank"):
     print(*(made.__module__ for made in leaves.guards_in(part) + leaves.tiers_in(part)))
 """
-LEAVES = {*(f"guards.{name}" for name in GUARDS), *(f"tiers.{name}" for name in TIERS)}
 
 
 @pytest.mark.integration
@@ -30,4 +27,4 @@ LEAVES = {*(f"guards.{name}" for name in GUARDS), *(f"tiers.{name}" for name in 
 def test_coordinator_agents_and_ranks_do_without_a_leaf(leaf: str) -> None:
     done = subprocess.run([sys.executable, "-c", _WITHOUT.format(leaf=leaf)], capture_output=True, text=True)
     found = {".".join(name.split(".")[1:3]) for name in done.stdout.split()}
-    assert found == LEAVES - {leaf}, done.stderr
+    assert found == {*LEAVES} - {leaf}, done.stderr
