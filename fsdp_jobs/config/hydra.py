@@ -254,7 +254,7 @@ class _Composer:
             except HydraException:
                 key, is_given, value = text.partition("=")
                 what = "Hydra cannot read this value" if is_given else "is not of the form key=value"
-                quoted = f'"{key}={one_text(value)}"' if is_given else "quote values with spaces or commas"
+                quoted = f'"{key}={one_text(value)}"' if is_given else f"quote values; a program: script={key}"
                 return Problem(text, what, meant_by(text) or quoted)
         override = self._parsed[text]
         group = override.key_or_group

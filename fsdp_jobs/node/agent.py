@@ -144,14 +144,14 @@ def run_agent(args: argparse.Namespace, signals: Signals) -> int:
     return exit_code
 
 
-def main(argv: list[str] | None = None) -> int:
+def main() -> int:
     signals = Signals()
     gc.disable()  # `run_agent` imports torch, whose objects stay: collections meanwhile would only take time
     parser = argparse.ArgumentParser(description="One node of one attempt.")
     parser.add_argument("run_dir")
     parser.add_argument("--node", type=int, required=True, help="number of this node within the job")
     parser.add_argument("--nproc", type=int, required=True, help="ranks to run here")
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     log.configure()
     raise_file_limit()
     return run_agent(args, signals)

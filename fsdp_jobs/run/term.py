@@ -103,9 +103,10 @@ class Lease:
     It is three numbers in shared memory; the agent writes them and its ranks read them.
     """
 
-    def __init__(self, folder: Path | str):
-        """`folder` is the folder of the node's rank states."""
-        self._numbers = memoryview(shared_memory(Path(folder) / "lease", 24)).cast("d")  # until, fresh until, ahead
+    def __init__(self, folder: Path | str | None):
+        """`folder` is the folder of the node's rank states; None outside a job: this lease is never renewed."""
+        shared = shared_memory(Path(folder) / "lease", 24) if folder else bytearray(24)
+        self._numbers = memoryview(shared).cast("d")  # until, fresh until, ahead
 
     @staticmethod
     def now() -> float:
@@ -140,15 +141,13 @@ class Lease:
 
 
 @cache
-def _lease_of_node() -> Lease | None:
-    folder = os.environ.get(RANK_STATE_ENV)
-    return Lease(folder) if folder else None
+def _lease_of_node() -> Lease:
+    return Lease(os.environ.get(RANK_STATE_ENV))
 
 
 def job_time() -> float:
     """Return seconds since 1970, by the coordinator's clock on a node of a job, else by this machine's."""
-    lease = _lease_of_node()
-    return time.time() + (lease.ahead_s() if lease is not None else 0.0)
+    return time.time() + _lease_of_node().ahead_s()
 
 
 @dataclass(frozen=True)
@@ -172,8 +171,7 @@ class Term:
             Fenced: a newer round has begun, or this node's lease has run out.
             OSError: the folder of the checkpoints cannot be read.
         """
-        lease = _lease_of_node()
-        if lease is not None and (left := lease.left_s()) < 0:
+        if (left := _lease_of_node().left_s()) < 0:
             raise Fenced(f"this node has had no answer from the coordinator: its lease ran out {-left:.1f} s ago")
         if self.number and (other := newest(self.home, ROUND)) > self.number:
             raise Fenced(f"round {other} of this run has begun elsewhere: nothing more is written for {self.number}")
@@ -184,8 +182,7 @@ _term_of_rank = Term(Path(), 0)
 
 def is_answered() -> bool:
     """Whether the coordinator has just answered this node, so that no other round can have begun."""
-    lease = _lease_of_node()
-    return lease is None or lease.is_fresh()
+    return _lease_of_node().is_fresh()
 
 
 def check_may_record() -> None:
