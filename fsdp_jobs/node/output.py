@@ -75,22 +75,19 @@ class Reader:
     def read(self, line: str) -> Reading | None:
         """Parse a line; None if it shows no step."""
         with suppress(ValueError):  # thousands of digits, or a user's pattern matches something else than a number
-            reading = self._read(line)
-            if reading is not None and max(reading.step, reading.steps or 0) < _HIGHEST:
-                return reading
+            return self._read(CONTROL.sub("", line))
         return None
 
     def _read(self, line: str) -> Reading | None:
-        line = CONTROL.sub("", line)
         if self._pattern is not None:
             return _reading(_groups(self._pattern, line))
         loss = _groups(_LOSS, line)
         if (of_epoch := _groups(_OF_EPOCH, line)) and (loss or "%|" in line):
             return _reading(of_epoch | loss)
         if self._loss and (bar := _groups(_BAR, line)):
-            reading = _reading(bar | self._loss)
+            bar |= self._loss
             self._loss = {}
-            return reading
+            return _reading(bar)
         if line.lstrip().startswith("{"):
             self._loss = loss
         return _reading(_groups(_STEP, line) | _groups(_EPOCH, line) | loss) if loss else None
@@ -103,12 +100,11 @@ def _groups(pattern: re.Pattern[str], line: str) -> dict[str, str | None]:
 
 
 def _reading(groups: dict[str, str | None]) -> Reading | None:
-    if not groups.get("step"):
-        return None
     numbers: dict[str, Any] = {
         name: (float if name == "loss" else int)(text.replace(",", "")) for name, text in groups.items() if text
     }
-    return Reading(**numbers)
+    is_step = max(numbers.get("step", _HIGHEST), numbers.get("steps", 0)) < _HIGHEST
+    return Reading(**numbers) if is_step else None
 
 
 class OutputMetrics:
