@@ -155,7 +155,7 @@ function view(draw, runs) {
 
 // ---- curves
 
-const INTERNAL = new Set(["step", "time", "attempt", "data_s", "checkpoint_stall_s", "useful_s", "stall_s", "lost_s", "recover_s", "snapshot_s", "snapshots"]);
+const INTERNAL = new Set(["step", "time", "attempt", "data_s", "checkpoint_stall_s", "useful_s", "stall_s", "lost_s", "recover_s", "snapshot_s", "snapshots", "steps", "resumed", "epoch_end"]);
 const COLOURS = ["#3b82c4", "#d1495b", "#2a9d5c", "#b8860b", "#8a5cc7", "#1f9aa8", "#c4569b", "#7a7f87"];
 const fetched = new Map(); // run -> {row, answer}
 
