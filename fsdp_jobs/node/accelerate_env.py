@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from fsdp_jobs.config.resolve import param_dtype
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.plan.layout import HYBRID, Layout
@@ -12,6 +14,8 @@ _WRAP = {"layer": "TRANSFORMER_BASED_WRAP", "size": "SIZE_BASED_WRAP", "none": "
 
 def environment(config: JobConfig, layout: Layout, accelerator: str) -> dict[str, str]:
     """Return the variables that `accelerate launch` sets for this layout: FSDP2, or DDP for no_shard.
+
+    What the user's environment sets stays.
 
     Args:
         accelerator: of this node, "cuda" or "cpu".
@@ -44,4 +48,5 @@ def environment(config: JobConfig, layout: Layout, accelerator: str) -> dict[str
                 "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": layout.replicas,
                 "PARALLELISM_CONFIG_DP_SHARD_SIZE": layout.shard_group,
             }
-    return {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in variables.items()}
+    texts = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in variables.items()}
+    return texts | {name: os.environ[name] for name in texts.keys() & os.environ.keys()}

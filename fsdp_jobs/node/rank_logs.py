@@ -51,8 +51,10 @@ class RankLogs(LogsSpecs):
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         error_files = {}
-        defaults = self._accelerate(len(envs)) if self.config.is_program else _allocator()
-        current = self.handler.round
+        current, defaults = self.handler.round, _allocator()
+        if self.config.is_program:
+            device = accelerator_of_node(self.config, torch.cuda.device_count(), len(envs))
+            defaults = accelerate_env.environment(self.config, Layout.from_json(current.layout), device)
         recorded = next((os.environ[name] for name in _RECORDER_ENV if name in os.environ), _RECORDED)
         defaults |= dict.fromkeys(_RECORDER_ENV, recorded)
         for local_rank, env in envs.items():
@@ -74,12 +76,6 @@ class RankLogs(LogsSpecs):
             env |= {name: env[of_rank] for name, of_rank in _TASK.items() if name in os.environ}
         no_files = dict.fromkeys(envs, "")
         return LogsDest(stdouts=no_files, stderrs=no_files, error_files=error_files)  # newer versions have more fields
-
-    def _accelerate(self, ranks: int) -> dict[str, str]:
-        """Return the layout as Accelerate's variables, except those that the user's environment sets."""
-        device = accelerator_of_node(self.config, torch.cuda.device_count(), ranks)
-        policy = accelerate_env.environment(self.config, Layout.from_json(self.handler.round.layout), device)
-        return {name: value for name, value in policy.items() if name not in os.environ}
 
     @property
     def root_log_dir(self) -> str:
