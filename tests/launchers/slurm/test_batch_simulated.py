@@ -171,14 +171,14 @@ def test_of_two_guards_one_submits_the_job_that_continues(tmp_path: Path, monkey
 def test_a_submission_that_was_taken_and_not_answered_is_not_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A busy controller may take a job and let the command time out. All tasks of an array have one name in SLURM."""
+    """A busy controller may take a job and let the command time out. Other jobs may have the same name."""
     run = RunDir(tmp_path / "runs" / "a")
     line = "{}|{}|None|N/A|node2|node1|{}|1:00:00|{}|fsdp_jobs:tag"
-    of_another_task = line.format(10, "RUNNING", 10, "sweep-node-1").replace("tag", "another")
-    waiting = {"again": line.format(8, "PENDING", 8, "a"), "node": line.format(9, "PENDING", 9, "a-node-1")}
+    of_another_job = line.format(10, "RUNNING", 10, "a-6-node-1").replace("tag", "another")
+    waiting = {"again": line.format(8, "PENDING", 8, "a"), "node": line.format(9, "PENDING", 9, "a-7-node-1")}
     for command, script in {
         "scontrol": "[ $1 = write ] || { echo 'Requested operation is presently disabled' >&2; exit 1; }",
-        "squeue": f"echo '{line.format(7, 'RUNNING', 7, 'a')}'; cat {tmp_path}/queue; echo '{of_another_task}'",
+        "squeue": f"echo '{line.format(7, 'RUNNING', 7, 'a')}'; cat {tmp_path}/queue; echo '{of_another_job}'",
         "sbatch": f"echo sbatch >> {tmp_path}/calls; cat {tmp_path}/next >> {tmp_path}/queue; "
         "echo 'Socket timed out on send/recv operation' >&2; exit 1",
     }.items():
