@@ -21,7 +21,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from fsdp_jobs.cli.main import VERBS
 from fsdp_jobs.config.arguments import overrides_in, search_path
 from fsdp_jobs.config.errors import BadInput
-from fsdp_jobs.config.habits import script_as_overrides
+from fsdp_jobs.config.habits import program_as_overrides
 from fsdp_jobs.config.hydra import compose_jobs
 from fsdp_jobs.sweeps.verbs import _ACTIONS
 from fsdp_jobs.tools.rehearse import FAULTS
@@ -53,7 +53,7 @@ def overrides_of(words: Sequence[str]) -> list[str] | None:
     args = arguments(words)
     verb = args.pop(0) if args and args[0] in VERBS else "submit"
     assert verb != "submit" or not args or not args[0].isidentifier(), "no such verb"
-    args = script_as_overrides(args) if verb in ("submit", "plan") else args
+    args = program_as_overrides(args) if verb in ("submit", "plan") else args
     if "--help" in args:
         return None
     is_sweep = "--multirun" in args

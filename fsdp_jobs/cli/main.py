@@ -89,20 +89,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args[:1] == ["help"]:
         args = [*args[1:], "--help"]
     verb = args.pop(0) if args and args[0] in VERBS else "submit"
-    takes_script = verb in ("submit", "plan")
-    own = next((i for i, a in enumerate(args) if a.endswith(".py")), len(args))  # the rest are the script's arguments
+    takes_program = verb in ("submit", "plan")
     try:
         if args == ["--version"]:
             print(f"fsdp_jobs {fsdp_jobs.__version__}", flush=True)
             return 0
-        if takes_script and {"--help", "-h"} & {*args[:own]}:
+        if takes_program and {"--help", "-h"} & {*args[: habits.program_at(args)]}:
             show_help()
             return 0
         if verb == "submit" and args and args[0].isidentifier():
             word = args[0]
             meant = f"fsdp-jobs {habits.VERBS[word]}" if word in habits.VERBS else habits.meant_by(word)
             raise BadInput.at(word, "not a verb", meant or nearest(word, VERBS) or "fsdp-jobs --help")
-        args = habits.script_as_overrides(args) if takes_script else args
+        args = habits.program_as_overrides(args) if takes_program else args
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="replace")  # a terminal may have fewer letters than paths and messages

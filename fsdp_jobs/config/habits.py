@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import fields
+from itertools import pairwise
 
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.schema import JobConfig
@@ -20,7 +21,6 @@ _KEYS = _by_word(  # flags and keys, with underscores for dashes
     {
         "nodes={}": "nnodes N",
         "nproc_per_node={}": "nproc gpus gpus_per_node ntasks_per_node",
-        "module={}": "m",
         "elastic.max_failures_without_progress={}": "max_restarts",
         "name={}": "job_name J",
         "cluster.time={}": "time t",
@@ -94,25 +94,37 @@ def option_meant_by(group: str, option: str) -> str:
     return _OPTIONS.get(f"{group}={option.casefold()}", "")
 
 
-def script_as_overrides(args: Sequence[str]) -> list[str]:
-    """Convert `[overrides] train.py [its arguments]`, torchrun's form, to overrides; leave others as they are.
+def program_at(args: Sequence[str]) -> int:
+    """Return where arguments name a program, as torchrun's `train.py` or `-m module`; their number if they do not."""
+    for i, (before, arg) in enumerate(pairwise(["", *args])):
+        if before == "-m" and re.fullmatch(r"\w+(\.\w+)*", arg):  # else it is Hydra's --multirun
+            return i - 1
+        if arg.endswith(".py") and "=" not in arg and not arg.startswith("-"):
+            return len(args) if before in _TAKE_VALUES else i
+    return len(args)
+
+
+def program_as_overrides(args: Sequence[str]) -> list[str]:
+    """Convert torchrun's form, `[overrides] train.py [its arguments]`, to overrides; leave others as they are.
 
     Raises:
-        BadInput: keys of the job follow the script.
+        BadInput: keys of the job follow the program.
     """
-    at = next((i for i, a in enumerate(args) if a.endswith(".py") and "=" not in a and not a.startswith("-")), None)
-    if at is None or (at and args[at - 1] in _TAKE_VALUES):
+    at = program_at(args)
+    if at == len(args):
         return list(args)
-    script, own = args[at], args[at + 1 :]
+    key, program, *own = ("module", *args[at + 1 :]) if args[at] == "-m" else ("script", *args[at:])
+    own = own[1:] if own[:1] == ["--"] else own  # torchrun leaves it out, too
     if misplaced := [a for a in own if "=" in a and re.split("[.=]", a)[0] in _OUR_KEYS]:
-        before = shlex.join([*args[:at], *misplaced, script, *(a for a in own if a not in misplaced)])
-        as_arguments = f"script={script} script_args={shlex.quote(shlex.join(own))}"
-        cure = f"put it in front: {before}; if the script reads it: {as_arguments}"
-        what = f"stands behind {script}, so it is an argument of that"
+        rest = [a for a in own if a not in misplaced]
+        before = shlex.join([*args[:at], *misplaced, *args[at : len(args) - len(own)], *rest])
+        as_arguments = f"{key}={program} script_args={shlex.quote(shlex.join(own))}"
+        cure = f"put it in front: {before}; if the program reads it: {as_arguments}"
+        what = f"stands behind {program}, so it is an argument of that"
         raise BadInput.at(shlex.join(misplaced), what, cure)
-    overrides = [*args[:at], f"script={script}"]
+    overrides = [*args[:at], f"{key}={program}"]
     if own:
-        words = re.sub(r"(\\*)\$\{", lambda m: rf"{2 * m[1]}\${{", shlex.join(own))  # `${...}` is for the script
+        words = re.sub(r"(\\*)\$\{", lambda m: rf"{2 * m[1]}\${{", shlex.join(own))  # `${...}` is for the program
         overrides.append(f"script_args={one_text(words)}")
     return overrides
 

@@ -64,7 +64,7 @@ CASES = [
     (["model.n_kv_heads=3"], "must divide"),
     (["--no-such-flag"], "there is no such flag"),
     (["plan", "--multirun", "seed=1,2"], "there is no such flag"),
-    (["plan", "torchrun", "-m", "pkg.train"], "-> module=..."),
+    (["plan", "torchrun", "-m", "pkg.train"], "-> leave it out"),
     (["torchrun", "train.py"], "-> leave it out"),
     (["module=pkg.train", "--x", "3"], "-> if it is the program's: script_args='...'"),
     (["--multirun", "--cfg", "job", "seed=1,2"], "submits, and --cfg prints"),

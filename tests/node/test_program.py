@@ -15,7 +15,7 @@ import pytest
 
 from fsdp_jobs.config.arguments import search_path
 from fsdp_jobs.config.errors import BadInput
-from fsdp_jobs.config.habits import script_as_overrides
+from fsdp_jobs.config.habits import program_as_overrides
 from fsdp_jobs.config.hydra import compose_job, compose_jobs
 from fsdp_jobs.config.schema import JobConfig, dump_config, load_config
 from fsdp_jobs.launchers.base import Job
@@ -97,8 +97,10 @@ def test_arguments_stand_as_in_a_shell(text: str) -> None:
 @pytest.mark.parametrize(
     "own", [["--run-name=my run", "b"], [r"--re=\d+"], ["", "it's", "a\\"], ["lr=${optim.lr}", r"\${x}"]]
 )
-def test_a_scripts_arguments_reach_it_as_they_are(own: list[str]) -> None:
-    assert shlex.split(compose_job(script_as_overrides(["train.py", *own])).script_args) == own
+def test_a_programs_arguments_reach_it_as_they_are(own: list[str]) -> None:
+    assert shlex.split(compose_job(program_as_overrides(["train.py", *own])).script_args) == own
+    config = compose_job(program_as_overrides(["nodes=3", "-m", "pkg.train", "--", *own]))
+    assert (config.nodes, config.module, shlex.split(config.script_args)) == (3, "pkg.train", own)
 
 
 @pytest.mark.parametrize("script", ["entraîne.py", "rép (x)/t (1).py", "a=b.py"])
