@@ -21,6 +21,7 @@ _KEYS = _by_word(  # flags and keys, with underscores for dashes
     {
         "nodes={}": "nnodes N",
         "nproc_per_node={}": "nproc gpus gpus_per_node ntasks_per_node",
+        "module={}": "m",
         "elastic.max_failures_without_progress={}": "max_restarts",
         "name={}": "job_name J",
         "cluster.time={}": "time t",
@@ -99,7 +100,7 @@ def program_at(args: Sequence[str]) -> int:
     for i, (before, arg) in enumerate(pairwise(["", *args])):
         if before == "-m" and re.fullmatch(r"\w+(\.\w+)*", arg):  # else it is Hydra's --multirun
             return i - 1
-        if arg.endswith(".py") and "=" not in arg and not arg.startswith("-"):
+        if re.fullmatch(r"[^-=][^=]*\.py", arg):
             return len(args) if before in _TAKE_VALUES else i
     return len(args)
 

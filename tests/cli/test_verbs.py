@@ -54,6 +54,7 @@ def _json(folder: Path, *args: str) -> Any:
         (["train.py", "--lr", "1", "nodes=4"], "nodes=4: stands behind train.py"),
         (["-m", "pkg.train", "--lr", "1", "nodes=4"], "put it in front: nodes=4 -m pkg.train --lr 1; if"),
         (["--nnodes", "2", "-m", "pkg.train", "--lr", "1"], "1 problem.\n  1. --nnodes"),
+        (["resume", "mine", "-m", "pkg.train"], "-> module=..."),
         (["logs"], "there are no runs under runs/"),
         (["wait"], "fsdp-jobs wait"),
         (["wait", "nobody"], "there is no such run"),
