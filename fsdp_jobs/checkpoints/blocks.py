@@ -14,7 +14,7 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
@@ -85,11 +85,8 @@ def reading_back(file: Path) -> Iterator[ReadBack | None]:
     if not isinstance(file, Path) or _is_mounted_store(file):
         yield None
         return
-    beside = ReadBack(file)
-    try:
+    with closing(ReadBack(file)) as beside:
         yield beside
-    finally:
-        beside.close()
 
 
 def _is_mounted_store(file: Path) -> bool:
@@ -127,7 +124,7 @@ class SummedFile:
         self._blocks.append(_Block(begin, self.size, checksum(block)))
         try:
             self.raw.write(block)
-            if self._beside is not None and self.size - self._blocks[self._given].begin > _BATCH:
+            if self.size - self._blocks[self._given].begin > _BATCH:
                 self._read_back(len(self._blocks) - 1)  # the last block's last page is not full
         except OSError as e:
             self.error = e  # torch.save reports it as a wrong file position

@@ -321,9 +321,9 @@ class Checkpointer:
                 return None
             restored = newest.load()
         self.samples, self.stream = restored.samples, restored.stream
-        self.committed_step, self._written_step = storage.step, -1  # what storage lacks is saved again at the end
-        if restored.place == "storage":
-            self.committed_step = self._written_step = restored.step
+        self.committed_step = storage.step
+        # What storage lacks is saved again at the end.
+        self._written_step = restored.step if restored.place == "storage" else -1
         if self.snapshots:
             self.ranks.gather(None)  # all have read
         for snapshots in self.snapshots:

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp._init_utils import HYBRID_SHARDING_STRATEGIES
 
-from fsdp_jobs.checkpoints.state import Parts, State, by_parameter
+from fsdp_jobs.checkpoints.state import Parts, State, by_parameter, split
 
 
 class Fsdp1State(State):
@@ -76,7 +76,7 @@ class Fsdp1State(State):
                     f"{tuple(model[name].shape)}: with FSDP1 only state of each element can be saved"
                 )
             state[f"optim.state.{name}.{key}"] = value
-        return self._split(state)
+        return split(state)
 
     def to_save(self) -> Parts:
         state = super().to_save()

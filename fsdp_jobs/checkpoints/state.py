@@ -136,11 +136,7 @@ class State:
                     "keep one rank's. Make it like the parameter, by torch.zeros_like(p)"
                 )
             state |= {f"{prefix}.{key}": value for key, value in of_parameter.items()}
-        return self._split(state)
-
-    def _split(self, state: dict[str, Any]) -> Parts:
-        values = {k: v for k, v in state.items() if not isinstance(v, Tensor) or k.endswith("_extra_state")}
-        return {k: v for k, v in state.items() if k not in values}, values
+        return split(state)
 
     def _fqn(self, name: str) -> str:
         """Return the name of a member of the model without the parts that wrappers insert."""
@@ -313,6 +309,11 @@ class RandomState:
         random.setstate(state["python"])
         if "cuda" in state:
             torch.cuda.set_rng_state(state["cuda"], self.device)
+
+
+def split(state: dict[str, Any]) -> Parts:
+    values = {k: v for k, v in state.items() if not isinstance(v, Tensor) or k.endswith("_extra_state")}
+    return {k: v for k, v in state.items() if k not in values}, values
 
 
 def _is_in_parts(tensor: Tensor) -> bool:

@@ -335,9 +335,11 @@ class SafeReader(FileSystemReader):
 
 
 def _sums_in(folder: Path) -> dict[str, FileSums]:
-    """Return the manifest's `files`; nothing if that file is another tool's."""
+    """Return the manifest's `files`; nothing if there is none, or that file is another tool's."""
     try:
         return Manifest.read(folder).files
+    except FileNotFoundError:
+        return {}
     except (ValueError, TypeError):  # damaged, or not ours
         content = json.loads((folder / MANIFEST).read_text())
         if isinstance(content, dict) and len(content.keys() & {f.name for f in fields(Manifest)}) > 5:
@@ -347,7 +349,6 @@ def _sums_in(folder: Path) -> dict[str, FileSums]:
 
 def load_alone(folder: Path, state: dict[str, Tensor]) -> None:
     """Read the tensors of `state` from a checkpoint, in a single process."""
-    files = _sums_in(folder) if (folder / MANIFEST).exists() else {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # about the missing process group
-        dcp.load(state, storage_reader=SafeReader(folder, files), no_dist=True)
+        dcp.load(state, storage_reader=SafeReader(folder, _sums_in(folder)), no_dist=True)
