@@ -51,12 +51,12 @@ def export(run: RunDir, config: JobConfig, file_format: str, step: int | None, o
     saved = {n: e for n, e in entries.items() if n.startswith("model.") and isinstance(e, TensorStorageMetadata)}
     if file_format == "pt":
         file = target / "model.pt"
-        tensors = _load(folder, saved)
-        _write_whole(file, partial(torch.save, tensors))
+        _write_whole(file, partial(torch.save, _load(folder, saved)))
         return [file]
     groups, index_file = list(_by_file(saved)), target / "model.safetensors.index.json"
     index_file.unlink(missing_ok=True)  # of an earlier export: nothing may open its files and new ones together
-    if len(groups) > 1:
+    is_split = len(groups) > 1
+    if is_split:
         (target / "model.safetensors").unlink(missing_ok=True)  # it would be opened first
     written: list[Path] = []
     file_of: dict[str, str] = {}
@@ -64,16 +64,15 @@ def export(run: RunDir, config: JobConfig, file_format: str, step: int | None, o
         tensors = _load(folder, {n: saved[n] for n in names})
         if isinstance(config.model, LlamaConfig):
             tensors = {hf_name(n): tensor for n, tensor in tensors.items()}
-        file = target / ("model" + (f"-{i:05d}-of-{len(groups):05d}" if len(groups) > 1 else "") + ".safetensors")
+        file = target / ("model" + (f"-{i:05d}-of-{len(groups):05d}" if is_split else "") + ".safetensors")
         _write_whole(file, partial(save_file, tensors, metadata={"format": "pt"}))
         file_of |= dict.fromkeys(tensors, file.name)
         written.append(file)
     dtype = str(next(iter(saved.values())).properties.dtype).removeprefix("torch.")
-    if len(groups) > 1:
-        total = sum(map(_bytes, saved.values()))
-        index = {"metadata": {"total_size": total}, "weight_map": file_of}
+    if is_split:
         written.append(index_file)
-        write_json(index_file, index)
+        total = {"total_size": sum(map(_bytes, saved.values()))}
+        write_json(index_file, {"metadata": total, "weight_map": file_of})
     if isinstance(config.model, LlamaConfig):
         written.append(target / "config.json")
         write_json(written[-1], hf_config(config.model, config.data.seq_len, dtype))

@@ -16,8 +16,8 @@ from fsdp_jobs.models.weights import seed_of
 SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]  # of a repository: configuration, tokenizer
 
 
-def transformers() -> Any:
-    """Import the library.
+def transformers(where: str = "model=hf") -> Any:
+    """Import the library, which a key asks for.
 
     Raises:
         BadInput: it is not installed.
@@ -25,7 +25,7 @@ def transformers() -> Any:
     try:
         import transformers
     except ImportError as e:
-        raise BadInput.at("model=hf", str(e), "pip install 'fsdp_jobs[hf]', here and on the nodes") from e
+        raise BadInput.at(where, str(e), "pip install 'fsdp_jobs[hf]', here and on the nodes") from e
     return transformers
 
 

@@ -172,7 +172,7 @@ def _convert_fsdp2(flat: dict[str, Any], replicas: int, group: int, result: Impo
         strategy = "hybrid_shard" if reshards else "hybrid_shard_zero2"
         result.values |= {"fsdp.strategy": strategy, "fsdp.shard_group": group}
         ranks = _number(flat, "num_processes", default=-1)
-        if ranks > 0 and ranks != replicas * group:
+        if 0 < ranks != replicas * group:
             yield Problem(f"num_processes: {ranks}", f"is not {replicas} replicas x {group}", str(replicas * group))
     elif replicas > 1:
         result.values["fsdp.strategy"] = "no_shard"

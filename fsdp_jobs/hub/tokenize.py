@@ -17,6 +17,7 @@ from hydra.utils import get_method
 
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.schema import DataConfig
+from fsdp_jobs.hub.huggingface import transformers
 from fsdp_jobs.run.directory import lock, replacing
 
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges*", "special_tokens*", "*.model")
@@ -29,7 +30,7 @@ class Tokenize:
 
     function: Callable[[Any], Iterable[int]]
     identity: str  # differs between functions that may return different ids
-    takes_rows: bool  # a data set's whole rows, not only their text
+    takes_rows: bool = False  # a data set's whole rows, not only their text
 
     def __call__(self, document: Any) -> list[int]:
         return list(self.function(document))
@@ -49,14 +50,11 @@ def tokenizer_of(data: DataConfig) -> Tokenize:
             raise BadInput.at(f"data.tokenize={data.tokenize}", str(e), "my_package.my_module.function") from e
         return Tokenize(function, f"{data.tokenize} {source}", takes_rows=data.kind == "hf_dataset")
     if data.tokenizer == "bytes":
-        return Tokenize(lambda text: text.encode("utf-8", errors="surrogateescape"), "bytes", takes_rows=False)
+        return Tokenize(lambda text: text.encode("utf-8", errors="surrogateescape"), "bytes")
     where = f"data.tokenizer={data.tokenizer}"
+    library = transformers(where)
     try:
-        from transformers import AutoTokenizer
-    except ImportError as e:
-        raise BadInput.at(where, str(e), "pip install 'fsdp_jobs[hf]', on the nodes") from e
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(data.tokenizer, trust_remote_code=False)
+        tokenizer = library.AutoTokenizer.from_pretrained(data.tokenizer, trust_remote_code=False)
     except (OSError, ValueError) as e:
         raise BadInput.at(where, str(e).splitlines()[0], "bytes, a folder, or a name on the hub") from e
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
@@ -64,7 +62,7 @@ def tokenizer_of(data: DataConfig) -> Tokenize:
     def ids(text: str) -> list[int]:
         return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] + end  # type: ignore[no-any-return]
 
-    return Tokenize(ids, _identity(data.tokenizer), takes_rows=False)
+    return Tokenize(ids, _identity(data.tokenizer))
 
 
 def _identity(tokenizer: str) -> str:
