@@ -378,11 +378,11 @@ def step(number: int, *, tokens: int = 0, flops: float = 0.0, last: bool = False
             finite for `elastic.max_skipped_updates` steps in a row.
         TypeError: `number` is not an integer, or a value is not a number.
     """
-    number = operator.index(number)
-    job, checkpoints = _the_job(), _the_job().checkpoints
+    job = _the_job()
+    checkpoints = job.checkpoints
+    job.done = number = operator.index(number)
     agreed, slowest_s = job.agreed()
     job.request = Request.NONE if last else max(job.request, agreed)
-    job.done = number
     now = time.monotonic()
     seconds, job.stepped_at = max(now - job.stepped_at, 1e-9), now
     stall_s = 0.0

@@ -7,6 +7,7 @@ collective: that span is the rank's own.
 
 from __future__ import annotations
 
+import operator
 import time
 from collections import deque
 from typing import NamedTuple
@@ -72,7 +73,7 @@ class StepTimer:
         tensors = (t for t in (*inputs, *named.values(), output) if isinstance(t, Tensor) and t.is_floating_point())
         hidden = next(tensors, torch.empty(0))
         length = hidden.shape[-2] if hidden.dim() > 2 else 1
-        events = None if self._began is None or ended is None else (self._began, ended)
+        events = (self._began, ended) if self._began and ended else None
         self._spans.append(_Span(host_s, hidden.numel(), hidden.numel() * length, events))
 
     def end_step(self, step_s: float, data_s: float, checkpoint_s: float, slowest_s: float) -> None:
@@ -94,4 +95,4 @@ class StepTimer:
         if self._steps > _WARM_UP:
             work, attention = sum(s.work for s in spans), sum(s.attention for s in spans)
             new = (1, step_s, data_s, checkpoint_s, self.compute_s, host_s, work, slowest_s, attention)
-            self.sums = Times(*(a + b for a, b in zip(self.sums, new, strict=True)))
+            self.sums = Times(*map(operator.add, self.sums, new))
