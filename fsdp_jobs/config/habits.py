@@ -98,10 +98,10 @@ def option_meant_by(group: str, option: str) -> str:
 def program_at(args: Sequence[str]) -> int:
     """Return where arguments name a program, as torchrun's `train.py` or `-m module`; their number if they do not."""
     for i, (before, arg) in enumerate(pairwise(["", *args])):
-        if before == "-m" and re.fullmatch(r"\w+(\.\w+)*", arg):  # else it is Hydra's --multirun
-            return i - 1
         if re.fullmatch(r"[^-=][^=]*\.py", arg):
             return len(args) if before in _TAKE_VALUES else i
+        if before == "-m" and re.fullmatch(r"\w+(\.\w+)*", arg):  # else it is Hydra's --multirun
+            return i - 1
     return len(args)
 
 

@@ -33,14 +33,15 @@ _MOST = 1 << 20  # bytes read at once
 _HIGHEST = 1 << 53  # steps are lower
 _LONGEST_LINE = 1 << 12  # bytes of a line that are parsed
 _NUMBER = r"[-+]?\d{1,3}(?:,\d{3})+\.\d+|[-+]?\d+\.?\d*(?:e[-+]?\d+)?|[-+]?inf|nan"
-_NO_TRAINING = "".join(f"(?<!{word} )" for word in ("val", "eval", "test", "valid", "validation", "evaluation"))
+_EVALUATING = ("val", "eval", "test", "valid", "validate", "validation", "evaluate", "evaluation")
+_NO_TRAINING = "".join(f"(?<!{word} )" for word in _EVALUATING)
 _LOSS = re.compile(
     rf"(?<![\w/]){_NO_TRAINING}(?:(?:train(?:ing)?|step|total|avg|mean|running)[_ /])?loss(?:_step| train)?"
     rf"['\"]?\s*[:=]?\s*['\"]?(?:tensor\()?(?!0(?![.\d]))(?P<loss>{_NUMBER})",  # 0 is a sum that has not begun
     re.IGNORECASE,
 )
 _STEP = re.compile(
-    rf"\b{_NO_TRAINING}(?:global[_ ]?step|step|iter(?:ation)?)s?['\"]?\s*[:=#]?\s*"
+    rf"\b{_NO_TRAINING}(?:training +\[ *(?=\d+/\d+\] +eta)|(?:global[_ ]?step|step|iter(?:ation)?)s?['\"]?\s*[:=#]?\s*)"
     r"(?:\d+%\|.*\|\s*)?(?P<step>\d[\d,]*)(?![\d.]*[\w%])(?:\s*(?:/|of)\s*(?P<steps>\d[\d,]*))?",
     re.IGNORECASE,
 )
@@ -71,6 +72,7 @@ class Reader:
         """`pattern`: `program.metrics`, which replaces the known formats."""
         self._pattern = re.compile(pattern) if pattern is not None else None
         self._loss: dict[str, str | None] = {}  # printed by the Trainer; its progress bar shows the step next
+        self._step: dict[str, str | None] = {}  # all of the last line; its loss may be the next
 
     def read(self, line: str) -> Reading | None:
         """Parse a line; None if it shows no step."""
@@ -90,7 +92,9 @@ class Reader:
             return _reading(bar)
         if line.lstrip().startswith("{"):
             self._loss = loss
-        return _reading(_groups(_STEP, line) | _groups(_EPOCH, line) | loss) if loss else None
+        step = _groups(_STEP, line) | _groups(_EPOCH, line)
+        before, self._step = self._step, step if _STEP.fullmatch(line.strip()) else {}
+        return _reading((step or before) | loss) if loss else None
 
 
 def _groups(pattern: re.Pattern[str], line: str) -> dict[str, str | None]:

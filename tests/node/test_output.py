@@ -25,6 +25,7 @@ LITGPT = "Epoch 2 | iter 110 step 55 | loss train: 2.340, val: n/a | iter time: 
 DETECTRON = "[11/28 10:00:00 d2.utils.events]:  eta: 0:10:00  iter: 19  total_loss: 1.5  loss_cls: 0.3  time: 0.5"
 LINGUA = "0: INFO    25-05-01 10:00:00.0 - 0:00:10 - step: 20  acc: 0  loss:  9.87  grad: 1.2e+00  wps: 1.2e+04"
 MEGATRON = " iteration       30/     500 | consumed samples: 960 | lm loss: 1.094782E+01 | loss scale: 1.0 |"
+DINOV2 = "I20260101 dinov2 helpers.py:103] Training  [   10/12500]  eta: 1:00:00  lr: 0.0  total_loss: 11.5 (12)"
 LIGHTNING = "Epoch 1:  50%|█████     | 50/100 [00:05<00:05, 9.80it/s, v_num=0, train_loss=2.310, val_loss=4.0]"
 
 
@@ -38,6 +39,7 @@ LIGHTNING = "Epoch 1:  50%|█████     | 50/100 [00:05<00:05, 9.80it/s, 
         (DIFFUSERS, Reading(50, 500, 0.12)),
         (LITGPT, Reading(110, None, 2.34, epoch=2)),
         (DETECTRON, Reading(19, None, 1.5)),
+        (DINOV2, Reading(10, 12500, 11.5)),
         ("Training steps:  10%|█         | 50/500 [00:10<01:30,  4.91it/s, loss=0.12]", Reading(50, 500, 0.12)),
         ("step 10, loss 2.3", Reading(10, None, 2.3)),
         ("Step 10. Loss 2.3.", Reading(10, None, 2.3)),
@@ -57,6 +59,7 @@ LIGHTNING = "Epoch 1:  50%|█████     | 50/100 [00:05<00:05, 9.80it/s, 
         (f" 5%|▌| {'9' * 5000}/{'9' * 5000} [00:01<00:00]", None),
         ("step 3 loss tensor(2.3450, grad_fn=<MeanBackward0>)", Reading(3, None, 2.345)),  # of print(..., loss)
         ("step 100 val loss 2.5", None),
+        (TORCHTITAN.replace("step:", "validate step:"), None),
         ("Validation step 500/800: loss 2.9", None),
         ("training for 1000 steps with loss scale 128", None),
         ("Map: 100%|██████████| 1000/20000 [00:01<00:00, 9000 examples/s]", None),
@@ -93,6 +96,12 @@ def test_the_trainer_tells_its_loss_and_its_bar_the_step() -> None:
         "{'train_runtime': 9.9, 'train_loss': 2.2, 'epoch': 1.0}",
     ]
     assert [r for line in lines if (r := reader.read(line))] == [Reading(10, 100, 2.3404)]
+
+
+def test_a_step_and_its_loss_may_have_a_line_each() -> None:
+    reader = Reader(None)
+    lines = ["step: 5", "loss: 6.5", "LR: 0.1", "loss: 0.5", "step: 10", "step: 15 loss: 5.5", "loss: 9"]
+    assert [r for line in lines if (r := reader.read(line))] == [Reading(5, None, 6.5), Reading(15, None, 5.5)]
 
 
 def test_a_pattern_of_the_users_own() -> None:
