@@ -46,11 +46,9 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         yield part
         part.replace(path)
-    except OSError as e:
-        e.filename = str(path)  # with a full disk the error names no file
-        raise
-    finally:
+    except BaseException:
         part.unlink(missing_ok=True)
+        raise
 
 
 def write_whole(path: Path, text: str, mode: int = 0o644) -> None:
@@ -64,7 +62,11 @@ def write_whole(path: Path, text: str, mode: int = 0o644) -> None:
 def write_atomic(path: Path, text: str, mode: int = 0o644) -> None:
     """Write a file as `write_whole` does, and make its folder if there is none."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, text, mode)
+    try:
+        write_whole(path, text, mode)
+    except OSError as e:
+        e.filename = str(path)  # with a full disk the error names no file
+        raise
 
 
 def as_written(path: Path | str) -> Path:

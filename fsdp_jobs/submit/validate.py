@@ -15,6 +15,8 @@ from fsdp_jobs.plan.plan import sharding_problems
 from fsdp_jobs.plan.topology import Topology
 from fsdp_jobs.run.directory import RunDir, checkpoints_of
 from fsdp_jobs.run.identity import identity_of
+from fsdp_jobs.run.tail import newest_json_lines
+from fsdp_jobs.run.verdict import Verdict
 
 
 def validate(config: JobConfig, files: bool = True, is_away: bool = False) -> None:
@@ -78,8 +80,10 @@ def check_existing_run(config: JobConfig, run: RunDir) -> None:
 
 
 def training_changes(config: JobConfig, run: RunDir) -> list[Problem]:
-    """List what a configuration would change in the training of an existing run."""
-    if not run.config.exists() or config.allow_config_change:
+    """List what a configuration would change in the training of an existing run, unless it failed before any step."""
+    verdict = Verdict.final(run)
+    never_trained = verdict is not None and verdict.verdict == "user_error" and not any(newest_json_lines(run.metrics))
+    if not run.config.exists() or config.allow_config_change or never_trained:
         return []
     before, now = training_values(load_config(run.config)), training_values(config)
     problems = [

@@ -9,6 +9,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ from fsdp_jobs.plan.plan import Plan, make_plan
 from fsdp_jobs.plan.svg import to_svg
 from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.env import LOG_ENV, PROGRAM_ENV, RANK_STATE_ENV, RUN_DIR_ENV, STACKS_ENV
+from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.submit.validate import check_existing_run, validate
 from tests.jobs import cli
 from tests.plan.shown import render_text
@@ -134,6 +136,21 @@ def test_a_run_goes_on_with_the_program_it_began_with(folder: Path) -> None:
     check_existing_run(compose_job(["script=train.py", "script_args=--lr 1", "steps=9", "nodes=4"]), run)
     with pytest.raises(BadInput, match="script_args=--lr 2: run r was trained with --lr 1"):
         check_existing_run(compose_job(["script=train.py", "script_args=--lr 2"]), run)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "metrics", "is_refused"),
+    [("user_error", "", False), ("user_error", '{"step": 7}\n', True), ("preempted", "", True)],
+)
+def test_a_run_that_failed_by_its_own_error_before_any_step_may_be_corrected(
+    folder: Path, verdict: str, metrics: str, is_refused: bool
+) -> None:
+    run = RunDir(folder / "runs" / "r")
+    write_atomic(run.config, dump_config(compose_job(["script=train.py", "script_args=--lrr 1"])))
+    run.metrics.write_text(metrics)
+    Verdict(verdict, "stop", "exit code 2").close(run, 0)
+    with pytest.raises(BadInput, match="was trained with") if is_refused else nullcontext():
+        check_existing_run(compose_job(["script=train.py", "script_args=--lr 1"]), run)
 
 
 def test_a_program_that_cannot_be_looked_at_preloads_nothing(folder: Path) -> None:
