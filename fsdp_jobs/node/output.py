@@ -45,6 +45,7 @@ _STEP = re.compile(
     r"(?:\d+%\|.*\|\s*)?(?P<step>\d[\d,]*)(?![\d.]*[\w%])(?:\s*(?:/|of)\s*(?P<steps>\d[\d,]*))?",
     re.IGNORECASE,
 )
+_WORDS = ("loss", "step", "iter", "%|")  # a line without all of them shows nothing
 _BAR = re.compile(r"^\s*\d+%\|.*\| (?P<step>\d+)/(?P<steps>\d+) \[")
 _EPOCH = re.compile(r"\bepoch['\"]?\s*[:=]?\s*\[?(?P<epoch>\d+)", re.IGNORECASE)
 # Not `Train Epoch: 1 [640/60000 (1%)]`, which are samples.
@@ -76,6 +77,9 @@ class Reader:
 
     def read(self, line: str) -> Reading | None:
         """Parse a line; None if it shows no step."""
+        if self._pattern is None and not any(map(line.lower().__contains__, _WORDS)):  # patterns take ten times as long
+            self._step = {}
+            return None
         with suppress(ValueError):  # thousands of digits, or a user's pattern matches something else than a number
             return self._read(CONTROL.sub("", line))
         return None
