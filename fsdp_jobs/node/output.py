@@ -184,6 +184,7 @@ class _Followed:
     step: int = -1
     end: int = 0
     before: int = 0  # steps of the epochs before, if each begins with the first step
+    is_over_all: bool = False  # whether the program counts over all epochs, its last step too
 
     def new(self, is_end: bool) -> Iterator[Reading]:
         """Yield later steps in new lines, including an unfinished last line at the end of the log."""
@@ -207,10 +208,12 @@ class _Followed:
             last = next(earlier, {})
             self.step, self.end = last.get("step", -1), last.get("epoch_end", 0)
         if epoch != self.epoch:
-            self.before = self.end if reading.step <= self.step else 0
+            begins_anew = reading.step <= self.step
+            self.before = self.end if begins_anew else 0
+            self.is_over_all = not begins_anew and self.epoch is not None
         self.epoch, self.step = epoch, self.before + reading.step
         self.end = self.before + reading.steps if reading.steps else self.step + 1
-        return replace(reading, step=self.step, steps=self.end)
+        return replace(reading, epoch=None) if self.is_over_all else replace(reading, step=self.step, steps=self.end)
 
     def _lines(self, is_end: bool) -> Iterator[bytes]:
         """Yield up to 1 MiB of new lines, all at the end. A progress bar ends a line only with the next one."""

@@ -174,9 +174,11 @@ def test_steps_over_all_epochs_stay_as_they_are(tmp_path: Path) -> None:
         output = OutputMetrics(None, run, 0, 0, [])
         output.begin_round(ALONE)
         with log.open("a") as f:
-            f.writelines(f"epoch {step // 8} step {step} loss 1.0\n" for step in range(first, 20, 5))
+            f.writelines(f"epoch {step // 8} step {step}/20 loss 1.0\n" for step in range(first, 20, 5))
         output.close()
-    assert [line["step"] for line in read_json_lines(run.metrics)] == [0, 5, 10, 15, 10, 15]
+    lines = list(read_json_lines(run.metrics))
+    assert [line["step"] for line in lines] == [0, 5, 10, 15, 10, 15]
+    assert [line.get("steps") for line in lines] == [None, None, 20, 20, None, None]  # known at the second epoch
 
 
 def test_what_a_program_prints_last_is_read_however_much_it_is_and_without_an_end_of_line(tmp_path: Path) -> None:
