@@ -138,12 +138,12 @@ class Api:
         selector = ",".join(f"{k}={v}" for k, v in labels.items())
         return list(self._json("GET", "/api/v1/nodes", labelSelector=selector)["items"])
 
-    def warnings(self, kind: str) -> dict[str, list[str]]:
-        """Return messages of the warning events about objects of a kind, by the object's name, oldest first.
+    def events(self, kind: str, which: str = "type=Warning") -> dict[str, list[str]]:
+        """Return messages of selected events about objects of a kind, by the object's name, oldest first.
 
         Empty if the user may not list events.
         """
-        events = self.select_visible("v1", "Event", fieldSelector=f"involvedObject.kind={kind},type=Warning") or []
+        events = self.select_visible("v1", "Event", fieldSelector=f"involvedObject.kind={kind},{which}") or []
         events.sort(key=lambda e: e.get("lastTimestamp") or e.get("eventTime") or e["metadata"]["creationTimestamp"])
         messages = defaultdict(list)
         for e in events:

@@ -26,6 +26,7 @@ _ENDS = {  # of Jobs and JobSets by condition, of Volcano's jobs by phase
     "Aborted": State.STOPPED,
 }
 _BLOCKING = ("FailedMount", "FailedAttachVolume", "FailedCreatePodSandBox")  # warnings about a pod that has a machine
+_UNBLOCKED = ("Pulling", "Pulled", "Created", "Started")  # events after all of these
 _STARTING = ("ContainerCreating", "PodInitializing")
 
 
@@ -102,15 +103,18 @@ def why_waiting(api: Api, root: Object, jobs: list[Object], pods: list[Object]) 
     if why := next(filter(None, (_why_pod(api, pod, root) for pod in live)), ""):
         return why
     pending = [pod["metadata"]["name"] for pod in live if phase_of(pod) == "Pending"]
-    warnings = api.warnings("Pod") if pending else {}
+    warnings = api.events("Pod") if pending else {}
     for name in pending:
-        if blocked := [w for w in warnings.get(name, ()) if w.startswith(_BLOCKING)]:
-            return f"pod {name} cannot start: {blocked[-1]}"
+        if any(w.startswith(_BLOCKING) for w in warnings.get(name, ())):
+            events = reversed(api.events("Pod", f"involvedObject.name={name}")[name])
+            newest = next((e for e in events if e.startswith((*_BLOCKING, *_UNBLOCKED))), "")
+            if newest.startswith(_BLOCKING):
+                return f"pod {name} cannot start: {newest}"
     for job in jobs:
         spec, status = job["spec"], job.get("status", {})
         if status.get("active", 0) + status.get("succeeded", 0) < spec["parallelism"]:
             name = job["metadata"]["name"]
-            if refusals := [w for w in api.warnings("Job").get(name, ()) if w.startswith("FailedCreate")]:
+            if refusals := [w for w in api.events("Job").get(name, ()) if w.startswith("FailedCreate")]:
                 return f"pods of {name} are refused: {refusals[-1].partition(': ')[2]}"
             if why := why_failed(job, pods):
                 return why

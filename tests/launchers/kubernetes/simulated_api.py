@@ -186,11 +186,11 @@ class SimulatedApi:
         with self.lock:
             self.objects = {k: o for k, o in self.objects.items() if o is not body}
 
-    def warn(self, kind: str, name: str, reason: str, message: str) -> None:
-        """Record a warning event about an object, once."""
+    def warn(self, kind: str, name: str, reason: str, message: str, event_type: str = "Warning") -> None:
+        """Record an event about an object, once."""
         event = {
             "kind": "Event",
-            "type": "Warning",
+            "type": event_type,
             "reason": reason,
             "message": message,
             "involvedObject": {"kind": kind, "name": name},

@@ -602,8 +602,13 @@ class TestWaiting:
         self, api: SimulatedApi, app: str, warning: tuple[str, str]
     ) -> None:
         self.put_pod(api, app, {"phase": "Pending", "containerStatuses": []})
-        api.warn("Pod", f"{app.partition(':')[2]}-node-0-abcde", *warning)
+        pod = f"{app.partition(':')[2]}-node-0-abcde"
+        api.warn("Pod", pod, *warning)
         assert ": ".join(warning) in self.said(app)[1]
+        api.warn("Pod", pod, "SandboxChanged", "Pod sandbox changed", "Normal")  # it is tried again
+        assert ": ".join(warning) in self.said(app)[1]
+        api.warn("Pod", pod, "Pulling", 'Pulling image "i:1"', "Normal")
+        assert self.said(app)[1] == "", "it has gone: the image is on its way"
 
     @pytest.mark.seen
     def test_a_coordinator_on_a_lost_machine(self, api: SimulatedApi, app: str) -> None:
