@@ -312,6 +312,7 @@ class RandomState:
 
 
 def split(state: dict[str, Any]) -> Parts:
+    """Return the tensors of a state, and the rest."""
     values = {k: v for k, v in state.items() if not isinstance(v, Tensor) or k.endswith("_extra_state")}
     return {k: v for k, v in state.items() if k not in values}, values
 

@@ -45,7 +45,7 @@ _STEP = re.compile(
     r"(?:\d+%\|.*\|\s*)?(?P<step>\d[\d,]*)(?![\d.]*[\w%])(?:\s*(?:/|of)\s*(?P<steps>\d[\d,]*))?",
     re.IGNORECASE,
 )
-_WORDS = ("loss", "step", "iter", "%|")  # a line without all of them shows nothing
+_WORDS = ("loss", "step", "iter", "%|")  # a line with none of them shows nothing
 _BAR = re.compile(r"^\s*\d+%\|.*\| (?P<step>\d+)/(?P<steps>\d+) \[")
 _EPOCH = re.compile(r"\bepoch['\"]?\s*[:=]?\s*\[?(?P<epoch>\d+)", re.IGNORECASE)
 # Not `Train Epoch: 1 [640/60000 (1%)]`, which are samples.

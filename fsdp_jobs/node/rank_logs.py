@@ -51,10 +51,12 @@ class RankLogs(LogsSpecs):
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         error_files = {}
-        current, defaults = self.handler.round, _allocator()
+        current = self.handler.round
         if self.config.is_program:
             device = accelerator_of_node(self.config, torch.cuda.device_count(), len(envs))
             defaults = accelerate_env.environment(self.config, Layout.from_json(current.layout), device)
+        else:
+            defaults = _allocator()
         recorded = next((os.environ[name] for name in _RECORDER_ENV if name in os.environ), _RECORDED)
         defaults |= dict.fromkeys(_RECORDER_ENV, recorded)
         for local_rank, env in envs.items():

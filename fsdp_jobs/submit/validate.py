@@ -81,9 +81,7 @@ def check_existing_run(config: JobConfig, run: RunDir) -> None:
 
 def training_changes(config: JobConfig, run: RunDir) -> list[Problem]:
     """List what a configuration would change in the training of an existing run, unless it failed before any step."""
-    verdict = Verdict.final(run)
-    never_trained = verdict is not None and verdict.verdict == "user_error" and not any(newest_json_lines(run.metrics))
-    if not run.config.exists() or config.allow_config_change or never_trained:
+    if not run.config.exists() or config.allow_config_change or _has_never_trained(run):
         return []
     before, now = training_values(load_config(run.config)), training_values(config)
     problems = [
@@ -96,6 +94,12 @@ def training_changes(config: JobConfig, run: RunDir) -> list[Problem]:
         instead = "another name=..., or allow_config_change=true if you mean it"
         problems.append(Problem(f"name={run.name}", what, instead))
     return problems
+
+
+def _has_never_trained(run: RunDir) -> bool:
+    """Whether a run ended by an error of its own before any step that is known."""
+    verdict = Verdict.final(run)
+    return verdict is not None and verdict.verdict == "user_error" and not any(newest_json_lines(run.metrics))
 
 
 def _sharding_problems(config: JobConfig) -> Iterator[Problem]:

@@ -170,11 +170,7 @@ class Batch(Attempt):
                     process.early_deaths = 0
                 logger.warning("%s", e)
             if job is not None:
-                self.allocated = expand_hostlist(job.nodes)
-                for process in list(self.processes):
-                    if process.hosts and not set(process.hosts) & set(self.allocated):
-                        self._drop(process)
-                        self._asked_at = 0.0  # for a companion
+                self._look_at_allocation(job)
 
     def _ask(self, missing: Sequence[int]) -> client.QueuedJob | None:
         """Return SLURM's record of this job, and request companions for the missing nodes."""
@@ -184,6 +180,14 @@ class Batch(Attempt):
         except client.SlurmError as e:
             logger.warning("%s", e)
         return job
+
+    def _look_at_allocation(self, job: client.QueuedJob) -> None:
+        """End processes whose nodes SLURM has taken from the job."""
+        self.allocated = expand_hostlist(job.nodes)
+        for process in list(self.processes):
+            if process.hosts and not set(process.hosts) & set(self.allocated):
+                self._drop(process)
+                self._asked_at = 0.0  # for a companion
 
     def _without_agent(self) -> list[int]:
         """Return the numbers of nodes without an agent here, up to the job's maximum."""
@@ -196,7 +200,7 @@ class Batch(Attempt):
         return super().restarts(process) and not (process.hosts and is_held)
 
     def _drop(self, process: Process) -> None:
-        """End a step whose nodes SLURM has taken from the job; otherwise its srun may wait for them forever."""
+        """End a step whose nodes were lost; otherwise its srun may wait for them forever."""
         process.popen.kill()
         process.popen.wait()
         self.processes.remove(process)

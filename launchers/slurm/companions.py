@@ -66,7 +66,7 @@ class Companions:
         """
         active = {job.name: job.id for job in client.queue().values() if job.state.is_active}
         for node in nodes:
-            name = f"{self.run.name}-{self.commands.job_id}-node-{node}"  # tasks of an array, and others, have one name
+            name = f"{self.run.name}-{self.commands.job_id}-node-{node}"  # another run may have this name
             if name in active:  # SLURM may also have taken one without an answer
                 self.jobs[node] = active[name]
             elif self.tries[node] < _TRIES:

@@ -16,6 +16,7 @@ from fsdp_jobs.launchers.slurm.companions import Companions
 from fsdp_jobs.launchers.slurm.steps import Commands, srun
 from fsdp_jobs.run.directory import RunDir
 from tests.jobs import ROOT, Watched
+from tests.launchers.slurm.simulated import say
 
 pytestmark = pytest.mark.integration
 
@@ -54,8 +55,7 @@ def test_an_agent_that_dies_early_three_times_is_given_up_and_a_companion_reques
         "sbatch": f'echo "$@" > {tmp_path}/submitted; echo 8',
         "scancel": f'echo "$@" > {tmp_path}/cancelled',
     }.items():
-        (tmp_path / command).write_text(f"#!/bin/sh\n{script}\n")
-        (tmp_path / command).chmod(0o755)
+        say(tmp_path, command, script)
     job = Watched(RunDir(tmp_path / "runs" / "a"))
     judge = [sys.executable, "-c", JUDGE, str(job.run.path), str(job.run.events), '"given_up"', "1"]
     agent = [sys.executable, "-c", AGENT, "{node}"]
@@ -82,8 +82,7 @@ def test_steps_that_fail_while_the_controller_is_away_begin_when_it_answers(tmp_
         "srun": f'{silent}; {refuses}; while [ "${{1#--}}" != "$1" ]; do shift; done; exec "$@"',
         "squeue": f"{silent}; echo '7|RUNNING|None|N/A|node[1-2]|node1|7'",
     }.items():
-        (tmp_path / command).write_text(f"#!/bin/sh\n{script}\n")
-        (tmp_path / command).chmod(0o755)
+        say(tmp_path, command, script)
     job = Watched(RunDir(tmp_path / "runs" / "a"))
     judge = [sys.executable, "-c", JUDGE, str(job.run.path), str(trained), "\n", "2"]
     agent = ["sh", "-c", f"echo {{node}} >> {trained}"]
@@ -109,8 +108,7 @@ def test_a_requeue_waits_for_a_controller_or_munge_that_is_away_and_not_for_one_
         "sbatch": "echo 'no jobs today' >&2; exit 1",
         "scontrol": f'[ $1 = write ] && exit; echo scontrol "$@" >> {calls}; [ $1 = requeue ] && {ends} & {requeues}',
     }.items():
-        (tmp_path / command).write_text(f"#!/bin/sh\n{script}\n")
-        (tmp_path / command).chmod(0o755)
+        say(tmp_path, command, script)
     job = Watched(RunDir(tmp_path / "runs" / "a"))
     judge = [sys.executable, "-c", SAVED, str(job.run.path)]
     Commands(judge, ["true"], [], {}, max_nodes=1, regrow=False, exclude=[], submit=[]).write(job.run)
@@ -136,8 +134,7 @@ def test_a_signal_that_came_before_the_batch_step_requeues_the_job_unless_its_li
         "squeue": f"echo '7|RUNNING|None|N/A|node1|node1|7|{limit}'",
         "scontrol": "[ $1 = requeue ] && (sleep 2; kill -TERM $PPID) >/dev/null 2>&1 &",
     }.items():
-        (tmp_path / command).write_text(f"#!/bin/sh\n{script}\n")
-        (tmp_path / command).chmod(0o755)
+        say(tmp_path, command, script)
     job = Watched(RunDir(tmp_path / "runs" / "a"))
     Commands([], [], ["test"], {}, max_nodes=1, regrow=False, exclude=[], submit=[], margin_s=60).write(job.run)
     done = batch(tmp_path, job.run, {"SLURM_JOB_NODELIST": "node1", "SLURM_JOB_CPUS_PER_NODE": "2"}, "SIGUSR1")
@@ -157,8 +154,7 @@ def test_of_two_guards_one_submits_the_job_that_continues(tmp_path: Path, monkey
         "squeue": "echo '7|RUNNING|None|N/A|node2|node1|7'",
         "sbatch": f"echo $* >> {tmp_path}/submitted; sleep 0.3; echo 8",
     }.items():
-        (tmp_path / command).write_text(f"#!/bin/sh\n{script}\n")
-        (tmp_path / command).chmod(0o755)
+        say(tmp_path, command, script)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     run = RunDir(tmp_path / "runs" / "a")
@@ -182,8 +178,7 @@ def test_a_submission_that_was_taken_and_not_answered_is_not_repeated(
         "sbatch": f"echo sbatch >> {tmp_path}/calls; cat {tmp_path}/next >> {tmp_path}/queue; "
         "echo 'Socket timed out on send/recv operation' >&2; exit 1",
     }.items():
-        (tmp_path / command).write_text(f"#!/bin/sh\n{script}\n")
-        (tmp_path / command).chmod(0o755)
+        say(tmp_path, command, script)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_NAME", "sweep")

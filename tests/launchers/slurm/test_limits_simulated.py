@@ -14,6 +14,7 @@ from fsdp_jobs.launchers.slurm import client
 from fsdp_jobs.launchers.slurm.validate import check_with_slurm, examine
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.submit.submit import plan_of
+from tests.launchers.slurm.simulated import say
 
 CONFIG = {
     "ClusterName": "site",
@@ -44,8 +45,7 @@ class Site:
         self.say("sbatch", "exit 0")
 
     def say(self, command: str, script: str) -> None:
-        (self.folder / command).write_text(f"#!/bin/sh\n{script}\n")
-        (self.folder / command).chmod(0o755)
+        say(self.folder, command, script)
 
     def config(self, config: dict[str, str]) -> None:
         (self.folder / "config").write_text("".join(f"{key:23} = {value}\n" for key, value in config.items()))

@@ -27,6 +27,7 @@ from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.submit import submit as submission
 from fsdp_jobs.submit.overview import Overview
 from fsdp_jobs.submit.submitted import describe, has_ended
+from tests.launchers.slurm import simulated
 from tests.recorded import recorded_run
 
 NO_ACCOUNTING = "echo 'Slurm accounting storage is disabled' >&2; exit 1"
@@ -40,14 +41,12 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(client, "_answers", {})
     say(tmp_path, "squeue", "")
     say(tmp_path, "sacct", NO_ACCOUNTING)
-    (tmp_path / "scontrol").write_text("#!/bin/sh\necho 'ClusterName = lab'\n")
-    (tmp_path / "scontrol").chmod(0o755)
+    simulated.say(tmp_path, "scontrol", "echo 'ClusterName = lab'")
     return tmp_path
 
 
 def say(folder: Path, command: str, script: str) -> None:
-    (folder / command).write_text(f"#!/bin/sh\necho {command} >> {folder}/calls\n{script}\n")
-    (folder / command).chmod(0o755)
+    simulated.say(folder, command, f"echo {command} >> {folder}/calls\n{script}")
 
 
 def queue(*lines: str) -> str:

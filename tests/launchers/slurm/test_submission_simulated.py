@@ -13,6 +13,7 @@ from fsdp_jobs.launchers.slurm import client
 from fsdp_jobs.launchers.slurm.script import Script
 from fsdp_jobs.launchers.slurm.submission import group_equal, submit_arrays
 from fsdp_jobs.run.directory import RunDir
+from tests.launchers.slurm.simulated import say
 
 SMALL = Script(("--nodes=1",), (), (), "python", "/home/me", False, margin_s=10)
 LARGE = replace(SMALL, resources=("--nodes=2",))
@@ -28,11 +29,6 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     say(tmp_path, "srun", "exit 1")  # submitit only looks whether it is there
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def say(folder: Path, command: str, script: str) -> None:
-    (folder / command).write_text(f"#!/bin/sh\n{script}\n")
-    (folder / command).chmod(0o755)
 
 
 def submitted(folder: Path, scripts: list[Script], parallelism: int) -> list[str]:
