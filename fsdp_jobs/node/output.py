@@ -36,21 +36,24 @@ _NUMBER = r"[-+]?\d{1,3}(?:,\d{3})+\.\d+|[-+]?\d+\.?\d*(?:e[-+]?\d+)?|[-+]?inf|n
 _EVALUATING = ("val", "eval", "test", "valid", "validate", "validation", "evaluate", "evaluation")
 _NO_TRAINING = "".join(f"(?<!{word} )" for word in _EVALUATING)
 _LOSS = re.compile(
-    rf"(?<![\w/]){_NO_TRAINING}(?:(?:train(?:ing)?|step|total|avg|mean|running)[_ /])?loss(?:_step| train)?"
+    rf"(?<![\w/]){_NO_TRAINING}(?:(?:train(?:ing)?|step|total|avg|mean|running|lm|reduced_train)[_ /])?"
+    r"loss(?:_step| train|(?:/\w+)+)?"
     rf"['\"]?\s*[:=]?\s*['\"]?(?:tensor\()?(?!0(?![.\d]))(?P<loss>{_NUMBER})",  # 0 is a sum that has not begun
     re.IGNORECASE,
 )
 _STEP = re.compile(
-    rf"\b{_NO_TRAINING}(?:training +\[ *(?=\d+/\d+\] +eta)|(?:global[_ ]?step|step|iter(?:ation)?)s?['\"]?\s*[:=#]?\s*)"
+    rf"\b{_NO_TRAINING}(?:training +\[ *(?=\d+/\d+\] +eta)|iter\(train\) +\[ *|(?<!\|)\d+\|(?=\d+\|loss)|"
+    r"(?:global[_ ]?step|step|iter(?:ation)?|num_update|(?<=\[)batch)s?['\"]?\s*[:=#]?\s*['\"]?)"
     r"(?:\d+%\|.*\|\s*)?(?P<step>\d[\d,]*)(?![\d.]*[\w%])(?:\s*(?:/|of)\s*(?P<steps>\d[\d,]*))?",
     re.IGNORECASE,
 )
-_WORDS = ("loss", "step", "iter", "%|")  # a line with none of them shows nothing
+_HEADING = re.compile(r"\[(?:step|batch)=[^]]*\]:?$")  # the indented lines below it belong to its step
+_WORDS = ("loss", "step", "iter", "[batch", "%|")  # a line with none of them shows nothing
 _BAR = re.compile(r"^\s*\d+%\|.*\| (?P<step>\d+)/(?P<steps>\d+) \[")
 _EPOCH = re.compile(r"\bepoch['\"]?\s*[:=]?\s*\[?(?P<epoch>\d+)", re.IGNORECASE)
 # Not `Train Epoch: 1 [640/60000 (1%)]`, which are samples.
 _OF_EPOCH = re.compile(
-    rf"\b{_NO_TRAINING}(?:epoch(?:: \[| +)|train: \[?)(?P<epoch>\d+)(?:/\d+)?[\]:]?\s*"
+    rf"\b{_NO_TRAINING}(?:epoch(?:: \[|\(train\) +\[| +)|train: \[?)(?P<epoch>\d+)(?:/\d+)?[\]:]?\s*"
     r"(?:\d+%\|.*\||[\[|])\s*(?P<step>\d+)/\s*(?P<steps>\d+)",
     re.IGNORECASE,
 )
@@ -73,12 +76,12 @@ class Reader:
         """`pattern`: `program.metrics`, which replaces the known formats."""
         self._pattern = re.compile(pattern) if pattern is not None else None
         self._loss: dict[str, str | None] = {}  # printed by the Trainer; its progress bar shows the step next
-        self._step: dict[str, str | None] = {}  # all of the last line; its loss may be the next
+        self._step: dict[str, str | None] = {}  # all of the last line, or of a heading; its loss may follow
 
     def read(self, line: str) -> Reading | None:
         """Parse a line; None if it shows no step."""
         if self._pattern is None and not any(map(line.lower().__contains__, _WORDS)):  # patterns take ten times as long
-            self._step = {}
+            self._step = self._step if line[:1].isspace() else {}
             return None
         with suppress(ValueError):  # thousands of digits, or a user's pattern matches something else than a number
             return self._read(CONTROL.sub("", line))
@@ -97,7 +100,11 @@ class Reader:
         if line.lstrip().startswith("{"):
             self._loss = loss
         step = _groups(_STEP, line) | _groups(_EPOCH, line)
-        before, self._step = self._step, step if _STEP.fullmatch(line.strip()) else {}
+        before = self._step
+        if _STEP.fullmatch(line.strip()) or _HEADING.search(line.rstrip()):
+            self._step = step
+        elif not line[:1].isspace():
+            self._step = {}
         return _reading((step or before) | loss) if loss else None
 
 

@@ -26,6 +26,10 @@ DETECTRON = "[11/28 10:00:00 d2.utils.events]:  eta: 0:10:00  iter: 19  total_lo
 LINGUA = "0: INFO    25-05-01 10:00:00.0 - 0:00:10 - step: 20  acc: 0  loss:  9.87  grad: 1.2e+00  wps: 1.2e+04"
 MEGATRON = " iteration       30/     500 | consumed samples: 960 | lm loss: 1.094782E+01 | loss scale: 1.0 |"
 DINOV2 = "I20260101 dinov2 helpers.py:103] Training  [   10/12500]  eta: 1:00:00  lr: 0.0  total_loss: 11.5 (12)"
+FAIRSEQ = '2026-01-01 10:00:00 | INFO | train_inner | {"epoch": 1, "loss": "15.2", "ppl": "3", "num_updates": "100"}'
+MMENGINE = "01/01 10:00:00 - mmengine - INFO - Epoch(train)  [1][  50/1000]  lr: 1.0e-03  eta: 1:02:03  loss: 2.3456"
+NANOTRON = "01/01 [INFO|DP=0|PP=0|TP=0]: iteration: 10 / 1500 | consumed_tokens: 10K | lm_loss: 10.5 | lr: 0.0003"
+NEMO = "Training epoch 0, iteration 9/99 | lr: 1e-05 | global_step: 9 | reduced_train_loss: 9.8 | val_loss: 4.0"
 LIGHTNING = "Epoch 1:  50%|█████     | 50/100 [00:05<00:05, 9.80it/s, v_num=0, train_loss=2.310, val_loss=4.0]"
 
 
@@ -35,6 +39,15 @@ LIGHTNING = "Epoch 1:  50%|█████     | 50/100 [00:05<00:05, 9.80it/s, 
         (TORCHTITAN, Reading(10, None, 8.1234)),
         (LINGUA, Reading(20, None, 9.87)),
         (MEGATRON, Reading(30, 500, 10.94782)),
+        (FAIRSEQ, Reading(100, None, 15.2, epoch=1)),
+        (MMENGINE, Reading(50, 1000, 2.3456, epoch=1)),
+        (
+            "INFO - Iter(train) [   50/160000]  lr: 9.9e-03  loss: 2.3456  decode.loss_ce: 2.1",
+            Reading(50, 160000, 2.3456),
+        ),
+        (NANOTRON, Reading(10, 1500, 10.5)),
+        (NEMO, Reading(9, 99, 9.8, epoch=0)),
+        ("1|10|Loss: 1.23: 10%|█         | 10/100 [00:30<04:30,  3.00s/it]", Reading(10, None, 1.23)),  # torchtune
         (LIGHTNING, Reading(50, 100, 2.31, epoch=1)),
         (DIFFUSERS, Reading(50, 500, 0.12)),
         (LITGPT, Reading(110, None, 2.34, epoch=2)),
@@ -102,6 +115,20 @@ def test_a_step_and_its_loss_may_have_a_line_each() -> None:
     reader = Reader(None)
     lines = ["step: 5", "loss: 6.5", "LR: 0.1", "loss: 0.5", "step: 10", "step: 15 loss: 5.5", "loss: 9"]
     assert [r for line in lines if (r := reader.read(line))] == [Reading(5, None, 6.5), Reading(15, None, 5.5)]
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (["[batch=10/48]:", "\t Train time/batch: 9", "\t Train loss/train/total: 9.87"], Reading(10, 48, 9.87)),
+        (["INFO\t[step=10/48,epoch=1,eta=5d]", "    train/CE loss=9.87"], Reading(10, 48, 9.87, epoch=1)),
+        (["INFO\t[step=10/48,epoch=1,eta=5d]", "Saving", "    train/CE loss=9.87"], None),
+    ],
+    ids=["Composer", "OLMo-core", "no heading"],
+)
+def test_what_is_indented_below_a_step_belongs_to_it(lines: list[str], said: Reading | None) -> None:
+    reader = Reader(None)
+    assert [reader.read(line) for line in lines][-1] == said
 
 
 def test_a_pattern_of_the_users_own() -> None:
