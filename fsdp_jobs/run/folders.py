@@ -18,6 +18,7 @@ import xxhash
 
 from fsdp_jobs.run.beside import wait_until
 from fsdp_jobs.run.directory import RunDir, try_lock
+from fsdp_jobs.run.processes import kill_orphans_of
 
 RANKS = "ranks"  # a kind of folder: rank states, sockets and semaphores
 DYING_S = 10.0  # for the ranks of an agent that was killed to end
@@ -60,9 +61,13 @@ def owned(base: Path, name: str) -> list[Path]:
 
 
 def remove(base: Path, name: str) -> None:
-    """Remove this user's folders whose names begin with `name`, except those whose agent lives."""
+    """Remove this user's folders whose names begin with `name`, except those whose agent lives.
+
+    Processes that used such a folder and have lost their rank end.
+    """
     for folder in owned(base, name):
         if (lock := take(folder, DYING_S)) is not None:
+            kill_orphans_of(folder)
             discard(folder, lock)
 
 

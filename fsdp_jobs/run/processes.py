@@ -87,6 +87,20 @@ def kill_families(pids: Iterable[int]) -> None:
                     member.kill()
 
 
+def kill_orphans_of(folder: Path) -> None:
+    """Kill what ranks of a killed agent have started, unless it has a session of its own.
+
+    Such a process has the agent's folder in its environment, or a file of it mapped if it was forked from a rank.
+    """
+    for process in all_processes():
+        with suppress(OSError, psutil.Error):
+            files = Path(f"/proc/{process.pid}")
+            if not psutil.pid_exists(os.getsid(process.pid)) and any(
+                os.fsencode(folder) in (files / name).read_bytes() for name in ("environ", "maps")
+            ):
+                process.kill()
+
+
 def set_title(part: str) -> None:
     """Show this process of a job as `fsdp_jobs: NAME PART` in `ps`; its environment in /proc stays readable."""
     os.environ["SPT_NOENV"] = "1"

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import psutil
 
+from fsdp_jobs.run import folders
+from tests.jobs import signal_all
+
 PROGRAM = """
 import gc, multiprocessing, os, sys, time
 from fsdp_jobs.node import forkserver
@@ -59,3 +62,38 @@ def test_a_rank_starts_processes_of_every_kind_and_dies_with_its_agent(tmp_path:
         finally:
             agent.send_signal(signal.SIGKILL)
         assert psutil.wait_procs([server, rank], timeout=30)[1] == []
+
+
+KILLED = """
+import multiprocessing, os, subprocess, sys, time
+from pathlib import Path
+from fsdp_jobs.run import folders
+from fsdp_jobs.run.rank_state import RankState
+folder, lock = folders.make(Path(sys.argv[1]), folders.RANKS)
+lock.close()  # as the fork server does
+state, asleep = RankState(folder, 0), ["sleep", "600"]
+fork = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+fork.start()
+environment = {**os.environ, "FSDP_JOBS_RANK_STATE": str(folder)}
+started = subprocess.Popen(asleep, env=environment)
+detached = subprocess.Popen(asleep, env=environment, start_new_session=True)
+stranger = subprocess.Popen(asleep)
+print(fork.pid, started.pid, detached.pid, stranger.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_what_a_killed_rank_started_is_ended_with_its_folder_unless_it_left_the_session(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLED, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as rank:
+        assert rank.stdout is not None
+        fork, started, detached, stranger = (psutil.Process(int(pid)) for pid in rank.stdout.readline().split())
+        try:
+            rank.kill()
+            rank.wait()
+            folders.remove(tmp_path, folders.RANKS)
+            assert psutil.wait_procs([fork, started], timeout=30)[1] == []
+            assert detached.is_running() and stranger.is_running()
+        finally:
+            signal_all([fork, started, detached, stranger])
+    assert not list(tmp_path.iterdir())
