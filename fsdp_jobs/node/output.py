@@ -205,17 +205,21 @@ class _Followed:
     def _over_epochs(self, reading: Reading) -> Reading:
         """Count the steps of all epochs, also if the program counts those of each.
 
-        It does if a step is not higher than the last of an earlier epoch. An epoch of unknown length ends with the
-        last step printed.
+        It does if a step is not higher than the last of an earlier epoch, or if an earlier round recorded this epoch:
+        steps over all epochs are recorded without one. An epoch of unknown length ends with the last step printed.
         """
         if (epoch := reading.epoch) is None:
             return reading
+        is_recorded = False
         if self.epoch is None:
-            earlier = (line for line in newest_json_lines(self.run.metrics) if line.get("epoch", epoch) < epoch)
-            last = next(earlier, {})
-            self.step, self.end = last.get("step", -1), last.get("epoch_end", 0)
+            lines = (line for line in newest_json_lines(self.run.metrics) if line.get("epoch", epoch + 1) <= epoch)
+            last = next(lines, {})
+            while last.get("epoch") == epoch:
+                is_recorded = True
+                last = next(lines, {})
+            self.epoch, self.step, self.end = last.get("epoch"), last.get("step", -1), last.get("epoch_end", 0)
         if epoch != self.epoch:
-            begins_anew = reading.step <= self.step
+            begins_anew = is_recorded or reading.step <= self.step
             self.before = self.end if begins_anew else 0
             self.is_over_all = not begins_anew and self.epoch is not None
         self.epoch, self.step = epoch, self.before + reading.step

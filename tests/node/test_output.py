@@ -205,7 +205,7 @@ def test_steps_over_all_epochs_stay_as_they_are(tmp_path: Path) -> None:
         output.close()
     lines = list(read_json_lines(run.metrics))
     assert [line["step"] for line in lines] == [0, 5, 10, 15, 10, 15]
-    assert [line.get("steps") for line in lines] == [None, None, 20, 20, None, None]  # known at the second epoch
+    assert [line.get("steps") for line in lines] == [None, None, 20, 20, 20, 20]  # known at the second epoch
 
 
 def test_what_a_program_prints_last_is_read_however_much_it_is_and_without_an_end_of_line(tmp_path: Path) -> None:
@@ -252,3 +252,16 @@ def test_steps_that_the_last_rank_prints_are_read_from_its_node_as_long_as_rank_
         f.write(MEGATRON.replace(" 30/", " 50/") + "\n")
     output.close()
     assert [(line["step"], line["loss"]) for line in read_json_lines(run.metrics)] == [(40, 10.94782), (50, 10.94782)]
+
+
+def test_a_resume_within_an_epoch_counts_from_that_epochs_beginning(tmp_path: Path) -> None:
+    run, log = RunDir(tmp_path), RunDir(tmp_path).rank_log(0, 0, 0)
+    log.parent.mkdir(parents=True)
+    rounds = [[(0, 0), (0, 200), (1, 0), (1, 220)], [(1, 210), (1, 240), (2, 230)], [(1, 220), (2, 240)]]
+    for prints in rounds:  # the last goes back to an epoch before
+        output = OutputMetrics(None, run, 0, 0, [])
+        output.begin_round(ALONE)
+        with log.open("a") as f:
+            f.writelines(f"epoch {epoch} step {step}/250 loss 1.0\n" for epoch, step in prints)
+        output.close()
+    assert [line["step"] for line in read_json_lines(run.metrics)] == [0, 200, 250, 470, 460, 490, 730, 470, 740]
