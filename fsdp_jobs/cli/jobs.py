@@ -62,7 +62,7 @@ def submit(args: list[str]) -> int:
     parser.add_argument("--output", "-o", metavar="FORMAT", help=what)
     parser.add_json()
     flags, overrides = parser.parse(args)
-    console.stderr = console.stderr or flags.output is not None
+    console.write_to(stderr=console.stderr or flags.output is not None)
     return _submit(overrides, flags.output, flags.json)
 
 

@@ -128,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         place = e.filename2 or e.filename or "the current folder"
         return _bad_input(BadInput.at(str(place), str(e.strerror), _CURES[e.errno]))
     finally:
-        console.stderr = False  # a verb's --json holds for that verb
+        console.write_to(stderr=False)  # a verb's --json holds for that verb
 
 
 def _bad_input(error: BadInput) -> int:

@@ -25,7 +25,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         flags, rest = super().parse_known_args(args, namespace)
-        console.stderr = getattr(flags, "json", False)
+        console.write_to(stderr=getattr(flags, "json", False))
         return flags, rest
 
     def error(self, message: str) -> NoReturn:

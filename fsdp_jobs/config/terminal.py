@@ -24,6 +24,11 @@ class _Console(Console):
     def __init__(self, stderr: bool = False):
         super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False)
 
+    def write_to(self, stderr: bool) -> None:
+        """Write to stderr or to stdout from now on, with colours if that is a terminal."""
+        self.stderr = stderr
+        self._color_system = self._detect_color_system()
+
     def on_broken_pipe(self) -> None:
         """Raise BrokenPipeError again, or say no more; rich would exit with 1."""
         os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())

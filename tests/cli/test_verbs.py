@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 
 from fsdp_jobs.cli import jobs
 from fsdp_jobs.cli.main import VERBS, main
+from fsdp_jobs.config import terminal
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.schema import dump_config
 from fsdp_jobs.config.terminal import say
@@ -218,3 +220,20 @@ def test_a_report_of_a_run_that_one_may_only_read_is_written_elsewhere(tmp_path:
     assert "report.html: Permission denied\n      -> only its owner may do that; report" in refused.stderr
     assert cli(tmp_path, "report", run.name, "--out", "mine", under=own).stdout == "mine/report.html\n"
     assert (tmp_path / "mine" / "report.html").stat().st_size > 10_000
+
+
+def test_colours_are_those_of_the_stream_that_is_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of `submit --json 2> FILE` in a terminal."""
+    screen, file = io.StringIO(), io.StringIO()
+    screen.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr(sys, "stderr", file)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    console = type(terminal.console)()
+    console.write_to(stderr=True)
+    console.print("submitted", style="red")
+    console.write_to(stderr=False)
+    console.print("submitted", style="red")
+    assert file.getvalue() == "submitted\n"
+    assert screen.getvalue() == "\x1b[31msubmitted\x1b[0m\n"
