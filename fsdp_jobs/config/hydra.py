@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
@@ -74,6 +75,17 @@ def hydra_here() -> Iterator[None]:
             yield
     finally:
         GlobalHydra.instance().hydra = before
+
+
+@contextmanager
+def ctrl_c(waits: bool) -> Iterator[None]:
+    """Let Ctrl-C wait, or not: when it comes while Hydra or OmegaConf compose, they raise some other error."""
+    how = signal.SIG_BLOCK if waits else signal.SIG_UNBLOCK
+    before = signal.pthread_sigmask(how, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def keys_of(config: DictConfig) -> list[str]:
@@ -202,6 +214,7 @@ class _Composer:
         self._parsed: dict[str, Override] = {}
         self._bases: dict[tuple[str, ...], tuple[bytes, list[str]]] = {}  # choices -> config, its keys
 
+    @ctrl_c(waits=True)
     def compose(self, overrides: Sequence[str]) -> JobConfig | BadInput:
         config, problems = self.apply(overrides)
         if problems:
@@ -214,6 +227,7 @@ class _Composer:
         except OmegaConfBaseException as e:
             return BadInput.at(e.full_key or "configuration", _message(e))
 
+    @ctrl_c(waits=True)
     def apply(self, overrides: Sequence[str], sweep: bool = False) -> tuple[DictConfig, list[Problem]]:
         """Return the configuration of overrides, and those that do not fit; `sweep` allows several values."""
         choices: list[str] = []  # group=option and Hydra's own settings: they decide which keys exist

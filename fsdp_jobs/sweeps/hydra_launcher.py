@@ -19,7 +19,7 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from fsdp_jobs.config.errors import BadInput, JobFailed, Problem
-from fsdp_jobs.config.hydra import PLUGINS, check_sweep, for_sweep, hydra_here, key_of, parsed, quoted_values
+from fsdp_jobs.config.hydra import PLUGINS, check_sweep, ctrl_c, for_sweep, hydra_here, key_of, parsed, quoted_values
 from fsdp_jobs.config.keys import value_problems
 from fsdp_jobs.config.terminal import say
 from fsdp_jobs.run.directory import find_run
@@ -50,7 +50,7 @@ def multirun(overrides: Sequence[str]) -> int:
 
     plugins = Plugins.instance()
     plugins.class_name_to_class |= {PLUGINS["launcher"]: SweepLauncher, PLUGINS["sweeper"]: GridSweeper}
-    with hydra_here():
+    with hydra_here(), ctrl_c(waits=True):
         hydra = GlobalHydra.instance().hydra
         assert hydra is not None
         try:
@@ -112,6 +112,7 @@ class SweepLauncher(Launcher):
         with read_write(config), open_dict(config):  # the folder where sweepers write their results
             config.hydra.sweep.dir = str(self.folder)
 
+    @ctrl_c(waits=False)
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         shared = set(map(canonical, self.fixed))
         own = [[o for o in job if not is_of_the_command(o) and canonical(o) not in shared] for job in job_overrides]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra import compose as hydra_compose
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 
 from fsdp_jobs.cli.main import main
 from fsdp_jobs.config.hydra import compose_job, compose_jobs
@@ -308,3 +311,23 @@ def test_a_report_of_a_sweep_needs_no_network_and_executes_only_its_own_script(b
     sweep.direction = "maximize"
     best = sweep.best()
     assert best is not None and best.run == "lr-000"
+
+
+@pytest.mark.parametrize("words", [["seed=1"], ["--multirun", "seed=1,2"]])
+def test_ctrl_c_while_jobs_are_composed_is_no_problem_of_the_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    compose = ConfigLoaderImpl.load_configuration
+
+    def disturbed(*args: Any, **kwargs: Any) -> Any:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise UnboundLocalError("raised in a finally") from None
+        return compose(*args, **kwargs)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ConfigLoaderImpl, "load_configuration", disturbed)
+    monkeypatch.setattr("fsdp_jobs.config.hydra.hydra_compose", hydra_compose)  # tests keep what it has composed
+    assert main([*words, *SMALL, "dry_run=true"]) == 130
+    assert capsys.readouterr() == ("", "")
