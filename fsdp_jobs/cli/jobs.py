@@ -221,7 +221,7 @@ def _among(args: list[str], flags: Sequence[str]) -> list[str]:
 def _print_by_hydra(args: list[str]) -> int:
     import hydra
 
-    flags = hydra._internal.utils.get_args_parser().parse_args(args)
+    flags = hydra._internal.utils.get_args_parser().parse_intermixed_args(args)
     folder = [search_path(flags.config_dir)] if flags.config_dir else []
     compose_job([*folder, *flags.overrides])  # names what does not fit, with the nearest key
     register_schemas()
@@ -230,7 +230,8 @@ def _print_by_hydra(args: list[str]) -> int:
     def run(_config: object) -> None:
         raise AssertionError("with these flags Hydra runs nothing")
 
-    sys.argv = [sys.argv[0], *as_hydra_reads(args)]
+    own = [a for a in args if a not in flags.overrides]  # Hydra reads overrides that its flags do not part
+    sys.argv = [sys.argv[0], *own, *as_hydra_reads(flags.overrides)]
     with redirect_stdout(io.StringIO()) as printed:  # in one piece: its reader may not want all of it
         run()
     print(printed.getvalue(), end="", flush=True)

@@ -64,7 +64,7 @@ class Verdict(Record):
         return verdict if verdict is not None and verdict.decision == "stop" else None
 
 
-KILLED = Verdict("preempted", "stop", "killed on request, without a checkpoint")
+KILLED = Verdict("preempted", "stop", "killed on request, without waiting for a checkpoint")
 WITHDRAWN = Verdict("preempted", "stop", "cancelled while it waited")
 
 

@@ -237,3 +237,12 @@ def test_colours_are_those_of_the_stream_that_is_written_to(monkeypatch: pytest.
     console.print("submitted", style="red")
     assert file.getvalue() == "submitted\n"
     assert screen.getvalue() == "\x1b[31msubmitted\x1b[0m\n"
+
+
+def test_hydras_flags_may_stand_between_overrides_and_a_program(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["fsdp-jobs"])
+    assert main(["nodes=2", "--cfg", "job", "seed=3", "train.py", "--lr", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert {"nodes: 2", "seed: 3", "script: train.py", "script_args: --lr 1"} <= {*lines}

@@ -101,7 +101,7 @@ def test_the_node_test_names_a_bad_node_and_the_job_excludes_it(lab: Lab, tmp_pa
             assert "node2" not in job.rounds()[-1]["hosts"]
             at_step = job.step()
             done = lab.cli(tmp_path, "cancel", "picky", "--now")
-            assert "killed on request, without a checkpoint" in done.stdout, done.stdout + done.stderr
+            assert "killed on request, without waiting for a checkpoint" in done.stdout, done.stdout + done.stderr
             job.until(lambda: job.state() not in ("RUNNING", "COMPLETING"), "the end")
             assert job.run.last_attempt() == 1, f"requeued after step {at_step}"
     finally:
