@@ -182,8 +182,14 @@ class State:
                 state[name] = torch.empty(saved.size, dtype=torch.uint8, device="cpu")
             elif name in self.others and dist.get_rank() == 0:  # the program has it since then
                 print(f"WARNING {checkpoint} does not have {name.removeprefix('others.')}: it begins anew", flush=True)
-        _check_same_model(state, metadata.state_dict_metadata, checkpoint)
+        trained = self._in_groups() | {p for p in self.model.parameters() if p.requires_grad}
+        frozen = {_of_parameter(self._fqn(name)) for name, p in self.model.named_parameters() if p not in trained}
+        _check_same_model(state, metadata.state_dict_metadata, checkpoint, frozen)
         return state
+
+    def _in_groups(self) -> set[Tensor]:
+        """Return the optimizer's parameters."""
+        return {p for group in self.optimizer.param_groups for p in group["params"]}
 
     def _alike(self, saved: Mapping[str, Any]) -> set[Tensor]:
         """Return the parameters that have optimizer state in a checkpoint.
@@ -212,7 +218,7 @@ class State:
         if there and self._is_prepared and not any(self.optimizer.state.values()):
             return  # from another optimizer
         alike = {k: v for one in self.optimizer.state.values() for k, v in one.items() if isinstance(v, Tensor)}
-        in_groups = {p for group in self.optimizer.param_groups for p in group["params"]}
+        in_groups = self._in_groups()
         for name, parameter in self.model.named_parameters():
             prefix = _of_parameter(self._fqn(name))
             if prefix in here and prefix not in there:
@@ -248,8 +254,11 @@ class State:
         extra = {name.removeprefix("model."): v for name, v in values.items() if name.startswith("model.")}
         if extra:
             set_model_state_dict(self.model, extra, options=StateDictOptions(strict=False))
+        in_groups = self._in_groups()
         keys = {str(key): key for of_one in self.optimizer.state.values() for key in of_one}  # a key may be a number
         for name, parameter in self.model.named_parameters():
+            if parameter not in in_groups:
+                continue  # frozen since the save
             prefix = f"{_of_parameter(self._fqn(name))}."
             if of_parameter := {n.removeprefix(prefix): v for n, v in values.items() if n.startswith(prefix)}:
                 here = {keys.get(name, name): value for name, value in of_parameter.items()}
@@ -361,8 +370,8 @@ def _unpacked(packed: Tensor) -> Any:
     return torch.load(io.BytesIO(packed.numpy().tobytes()), map_location="cpu", weights_only=True)
 
 
-def _check_same_model(state: dict[str, Tensor], saved: dict[str, Any], checkpoint: str) -> None:
-    """Compare a state with a checkpoint's, on all ranks together.
+def _check_same_model(state: dict[str, Tensor], saved: dict[str, Any], checkpoint: str, frozen: set[str]) -> None:
+    """Compare a state with a checkpoint's, on all ranks together; leave the optimizer's of `frozen` parameters out.
 
     Raises:
         JobFailed: names up to five tensors that the checkpoint lacks, or has in another shape, or that no rank has.
@@ -375,10 +384,14 @@ def _check_same_model(state: dict[str, Tensor], saved: dict[str, Any], checkpoin
         if there.get(name) != shape
     ]
     lacking = {name for name in saved if name.startswith(("model.", "optim.")) and name not in here}
-    by_rank = Ranks().gather(lacking)  # pipeline stages have their own parameters
+    of_frozen = {name for name in lacking if name.rpartition(".")[0] in frozen}
+    by_rank = Ranks().gather(lacking - of_frozen)  # pipeline stages have their own parameters
     wrong += [f"{name} is not here" for name in saved if all(name in of_rank for of_rank in by_rank)]
     if wrong:
         raise JobFailed(
             f"{checkpoint} is of another model: {listed(wrong, separator='; ')}. "
             "Use the model it was saved with, or another run name."
         )
+    if of_frozen and dist.get_rank() == 0:
+        what = counted(len(by_parameter(of_frozen)), "parameter")
+        print(f"{checkpoint}: the optimizer state of what is frozen now ({what}) is left out", flush=True)

@@ -556,3 +556,39 @@ def test_an_object_that_older_checkpoints_lack_begins_as_it_is_and_is_named(tmp_
     printed, of_rank_1 = run_world(2, _with_another_object, str(tmp_path))
     assert "WARNING step-00000003 does not have added: it begins anew" in printed
     assert not of_rank_1
+
+
+def _frozen_later(folder: str) -> str:
+    def made(parameters: Any, lr: float) -> Any:
+        return torch.optim.AdamW([p for p in parameters if p.requires_grad], lr=lr)
+
+    def two() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    first = trained(folder, optimizer=made, model=two())
+    _step(first, 1)
+    first.save(1, block=True)
+    before = _values(first)
+    model = two()
+    model[0].requires_grad_(requires_grad=False)
+    again = trained(folder, "0-1", optimizer=made, model=model)
+    with redirect_stdout(io.StringIO()) as printed:
+        assert again.restore() == 1
+    assert _values(again) == {name: value for name, value in before.items() if not name.startswith("optim.state.0.")}
+    _step(again, 2)
+    again.save(2, block=True)
+    model = two()
+    model[0].requires_grad_(requires_grad=False)
+    assert trained(folder, "0-2", optimizer=made, model=model).restore() == 2
+    without = trained(
+        folder, "0-3", optimizer=lambda parameters, lr: torch.optim.AdamW([*parameters][:1], lr=lr), model=two()
+    )
+    with pytest.raises(JobFailed, match=r"optim\.state\.1\.bias\.\w+ is not here"):
+        without.restore()
+    return printed.getvalue()
+
+
+def test_a_model_that_is_frozen_in_part_later_keeps_its_weights(tmp_path: Path) -> None:
+    said, of_rank_1 = run_world(2, _frozen_later, str(tmp_path))
+    assert "step-00000001: the optimizer state of what is frozen now (2 parameters) is left out" in said
+    assert not of_rank_1
