@@ -43,12 +43,13 @@ class State:
         self.model, self.optimizer, self.device = model, optimizer, device
         if _HYPERPARAMETERS in others:
             raise TypeError(f"{_HYPERPARAMETERS} are the optimizer's in a checkpoint: save yours by another name")
-        for name, inner in vars(optimizer).items():  # of ZeroRedundancyOptimizer, Lookahead, SAM
-            if isinstance(inner, torch.optim.Optimizer) and inner.state is not optimizer.state:
-                raise TypeError(
-                    f"{type(optimizer).__name__} keeps its state in another optimizer, its {name}: if it keeps nothing "
-                    "itself between steps, give that one to job.checkpointer"
-                )
+        for name, value in vars(optimizer).items():  # of ZeroRedundancyOptimizer, Lookahead, SAM, lists of optimizers
+            for inner in tree_leaves(value):
+                if isinstance(inner, torch.optim.Optimizer) and inner.state is not optimizer.state:
+                    raise TypeError(
+                        f"{type(optimizer).__name__} keeps its state in another optimizer, its {name}: if it keeps "
+                        "nothing itself between steps, give that one to job.checkpointer; let several share its state"
+                    )
         known = set(model.parameters())
         if isinstance(optimizer, torch.optim.LBFGS) and any(isinstance(p, DTensor) for p in known):
             raise TypeError("LBFGS keeps vectors of all parameters together, and under FSDP they cannot be restored")
@@ -63,6 +64,8 @@ class State:
         self.buffers: frozenset[str] = frozenset()  # names of the tensors that a forward may change
         tensors, values = self._live()
         for name, tensor in tensors.items():
+            if tensor.layout is not torch.strided:
+                raise TypeError(f"{name} is sparse, and cannot be saved: register_buffer(..., persistent=False)")
             if not isinstance(tensor, DTensor) and torch._debug_has_internal_overlap(tensor) == 1:
                 raise TypeError(f"{name} shares memory between its elements, so it cannot be restored: clone() it")
         for name, value in [*values.items(), *((name, o.state_dict()) for name, o in self.others.items())]:
@@ -172,7 +175,12 @@ class State:
         """
         before = {*self.optimizer.state}
         if alike := self._alike(metadata.state_dict_metadata):  # the others' state is made like one's, which is faster
-            self._prepare(lambda params: sorted(alike & {*params}, key=Tensor.numel)[:1])
+
+            def one_of_each_dtype(params: list[Tensor]) -> list[Tensor]:
+                largest_first = sorted(alike & {*params}, key=Tensor.numel, reverse=True)
+                return [*{p.dtype: p for p in largest_first}.values()]
+
+            self._prepare(one_of_each_dtype)
         state, _ = self.live()
         self._match_optimizer(state, metadata.state_dict_metadata)
         self._unread |= self.optimizer.state.keys() - before
@@ -217,7 +225,8 @@ class State:
         there, here = by_parameter(saved), by_parameter(state)
         if there and self._is_prepared and not any(self.optimizer.state.values()):
             return  # from another optimizer
-        alike = {k: v for one in self.optimizer.state.values() for k, v in one.items() if isinstance(v, Tensor)}
+        states = self.optimizer.state.items()
+        alike = {(p.dtype, k): v for p, one in states for k, v in one.items() if isinstance(v, Tensor)}
         in_groups = self._in_groups()
         for name, parameter in self.model.named_parameters():
             prefix = _of_parameter(self._fqn(name))
@@ -227,7 +236,7 @@ class State:
                     del state[f"{prefix}.{key}"]
             elif prefix in there and parameter in in_groups:
                 for key in {*there[prefix]} - {*here.get(prefix, ())}:  # some optimizers add a key after steps
-                    entry, other = saved[f"{prefix}.{key}"], alike.get(key)
+                    entry, other = saved[f"{prefix}.{key}"], alike.get((parameter.dtype, key))
                     device = None if other is None else other.device  # counters of a fused optimizer are on the GPU
                     dtype = entry.properties.dtype if other is None else other.dtype  # it may differ from the saved one
                     like = parameter if entry.size == parameter.shape else torch.empty(entry.size, device=device)

@@ -101,12 +101,12 @@ def sharded_model(config: JobConfig, layout: Layout, mesh: DeviceMesh, device: t
 
 
 def make_equal(model: nn.Module, on_cpu: dist.ProcessGroup) -> None:
-    """Send rank 0's weights and buffers to all, if any tensor differs between ranks.
+    """Send rank 0's weights and buffers to all, if any tensor differs between ranks; not sparse ones.
 
     Args:
         on_cpu: all ranks, for what is on a CPU; the default group may be of GPUs only.
     """
-    tensors = [*model.parameters(), *model.buffers()]
+    tensors = [t for t in [*model.parameters(), *model.buffers()] if t.layout is torch.strided]
     by_rank = Ranks(on_cpu).gather([int(checksum(tensor)) for tensor in tensors])
     for tensor, *sums in zip(tensors, *by_rank, strict=True):
         if len({*sums}) > 1:

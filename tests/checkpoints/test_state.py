@@ -380,6 +380,25 @@ def _another_dtype(folder: str) -> None:
     again.close()
 
 
+def _of_several_dtypes(folder: str, restart: str) -> Any:
+    checkpoints = trained(folder, restart)
+    dtypes = (torch.float32, torch.bfloat16, torch.complex64)
+    model = nn.ParameterList(torch.ones(4, dtype=dtype) for dtype in dtypes)
+    checkpoints.state = State(model, torch.optim.AdamW(model.parameters()), {}, torch.device("cpu"))
+    return checkpoints
+
+
+def _several_dtypes(folder: str) -> None:
+    first, again = (_of_several_dtypes(folder, restart) for restart in ("0-0", "0-1"))
+    for parameter in first.state.model.parameters():
+        parameter.grad = torch.full_like(parameter, 1.1 + 2.3j if parameter.is_complex() else 1.1)
+    first.state.optimizer.step()
+    first.save(1, block=True)
+    assert again.restore() == 1 and _values(again) == _values(first)
+    here, there = ({n: t.dtype for n, t in c.state.live()[0].items()} for c in (again, first))
+    assert here == there
+
+
 def _elsewhere(_: str) -> str:
     from torch.distributed.optim import ZeroRedundancyOptimizer  # its import takes a while
 
@@ -397,6 +416,18 @@ def _around(_: str) -> str:
     with pytest.raises(TypeError) as refused:
         State(model, sam, {}, torch.device("cpu"))
     State(model, sam.base_optimizer, {}, torch.device("cpu"))  # type: ignore[attr-defined]
+    return str(refused.value)
+
+
+def _several(_: str) -> str:
+    model = nn.Linear(2, 2)
+    both = torch.optim.SGD(model.parameters())
+    both.parts = [torch.optim.AdamW([p]) for p in model.parameters()]  # type: ignore[attr-defined]
+    with pytest.raises(TypeError) as refused:
+        State(model, both, {}, torch.device("cpu"))
+    for part in both.parts:  # type: ignore[attr-defined]
+        part.state = both.state
+    State(model, both, {}, torch.device("cpu"))
     return str(refused.value)
 
 
@@ -418,6 +449,10 @@ def _expanded(_: str) -> str:
     model.register_buffer("mask", torch.zeros(1, 4).expand(3, 4))
     with pytest.raises(TypeError) as refused:
         State(model, optimizer, {}, torch.device("cpu"))
+    for edges in (torch.eye(3).to_sparse(), torch.eye(3).to_sparse_csr()):
+        model.mask = edges
+        with pytest.raises(TypeError, match=r"model.mask is sparse"):
+            State(model, optimizer, {}, torch.device("cpu"))
     return str(refused.value)
 
 
@@ -434,8 +469,10 @@ def test_optimizers_that_grow_change_their_dtype_or_keep_their_state_elsewhere(t
     run_world(2, _later_keys, str(tmp_path / "later"), _LooksAhead)
     run_world(1, _later_keys, str(tmp_path / "much-later"), _AveragesLater)
     run_world(1, _another_dtype, str(tmp_path / "dtype"))
+    run_world(1, _several_dtypes, str(tmp_path / "dtypes"))
     assert "keeps its state in another optimizer, its optim" in run_world(1, _elsewhere, "")[0]
     assert "keeps its state in another optimizer, its base_optimizer" in run_world(1, _around, "")[0]
+    assert "keeps its state in another optimizer, its parts" in run_world(1, _several, "")[0]
 
 
 class _ScheduleFree(torch.optim.AdamW):

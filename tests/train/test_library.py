@@ -195,6 +195,7 @@ def _unequal(_: str) -> list[bool]:
     torch.manual_seed(0)
     model = torch.nn.Embedding(64, 8)
     model.codes = torch.nn.Buffer(torch.full((2, 3), dist.get_rank(), dtype=torch.int16).t())  # gloo has no such dtype
+    model.edges = torch.nn.Buffer(torch.eye(3).to_sparse(), persistent=False)
     with torch.no_grad():
         model.weight[-1] = dist.get_rank()
     make_equal(model, dist.group.WORLD)  # type: ignore[arg-type]
