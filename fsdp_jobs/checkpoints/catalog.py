@@ -150,7 +150,7 @@ def find_checkpoints(checkpoints: Path) -> list[Path]:
         OSError: the folder exists and cannot be listed: `glob` would find nothing there.
     """
     if is_object_store(checkpoints):
-        folders = [f.parent for f in checkpoints.glob(f"step-*/{MANIFEST}") if _NAME_IN_STORE.fullmatch(f.parent.name)]
+        folders = [f for f in _holding(checkpoints, MANIFEST) if _NAME_IN_STORE.fullmatch(f.name)]
     else:
         there = checkpoints.iterdir() if checkpoints.exists() else ()
         folders = [f for f in there if _NAME.fullmatch(f.name) and f.is_dir()]
@@ -159,8 +159,18 @@ def find_checkpoints(checkpoints: Path) -> list[Path]:
 
 def find_on_nodes(checkpoints: Path) -> list[Path]:
     """Return the steps that are on the nodes' own disks but not yet committed here, newest first."""
-    committed = find_checkpoints(checkpoints)
-    return _newest_first([f.parent for f in checkpoints.glob(f"step-*/{SHARDS}") if f.parent not in committed])
+    there = _holding(checkpoints, SHARDS)
+    committed = find_checkpoints(checkpoints) if there else []
+    return _newest_first([folder for folder in there if folder not in committed])
+
+
+def _holding(checkpoints: Path, name: str) -> list[Path]:
+    """Return the folders of steps that hold a file; of a store by one listing: `glob` makes several for each folder."""
+    if is_object_store(checkpoints):
+        files = checkpoints.fs.find(checkpoints.path)  # type: ignore[attr-defined]
+        parts = [file.removeprefix(checkpoints.path).strip("/").partition("/") for file in files]  # type: ignore[attr-defined]
+        return [f for f in (checkpoints / folder for folder, _, file in parts if file == name) if is_checkpoint(f)]
+    return [file.parent for file in checkpoints.glob(f"step-*/{name}")]
 
 
 def find_all(checkpoints: Path) -> list[tuple[Path, str]]:
@@ -362,7 +372,8 @@ def remove_unfinished(checkpoints: Path) -> None:
                 replaced.rename(place)
         except OSError as e:
             raise CannotReadHere(replaced, e) from e
-    for folder in checkpoints.glob("step-*" if in_store else "step-*.tmp"):
+    committed = find_checkpoints(checkpoints) if in_store else []
+    for folder in {*checkpoints.glob("step-*" if in_store else "step-*.tmp")}.difference(committed):
         finished = in_store and (_may_exist(folder / MANIFEST) or _may_exist(folder / _DAMAGED))
         if not finished and not _may_exist(folder / SHARDS):
             remove(folder)

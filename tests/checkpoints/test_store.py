@@ -7,9 +7,10 @@ from typing import Any
 from unittest.mock import patch
 
 from fsdp_jobs.checkpoints import catalog
-from fsdp_jobs.checkpoints.catalog import Manifest
+from fsdp_jobs.checkpoints.catalog import MANIFEST, SHARDS, Manifest
 from fsdp_jobs.run.directory import RunDir
 from tests.checkpoints.saving import save_steps, trained
+from tests.store import simulated_store
 from tests.world import events_of, run_world
 
 
@@ -47,3 +48,25 @@ def test_what_a_store_refuses_after_the_manifest_removes_nothing(tmp_path: Path)
     run = RunDir(tmp_path)
     assert [event["step"] for event in events_of(run, "checkpoint")] == [1, 2, 5]
     assert [event["step"] for event in events_of(run, "checkpoint_failed")] == [3, 4]
+
+
+def test_a_store_of_many_steps_is_listed_and_not_asked_for_each() -> None:
+    from s3fs import S3FileSystem
+    from upath import UPath
+
+    with simulated_store() as bucket:
+        home = UPath(f"s3://{bucket}/run", use_listings_cache=False)
+        whole, unfinished, damaged, on_nodes = (home / f"step-0000000{n}.0-0-1" for n in range(4))
+        many = [home / f"step-{n:08d}.0-0-1" for n in range(10, 40)]
+        another_runs = home / "another" / many[0].name
+        files = [folder / MANIFEST for folder in (whole, *many, another_runs)]
+        files += [unfinished / "__0_0.distcp", damaged / f"{MANIFEST}.damaged", on_nodes / SHARDS]
+        for file in files:
+            file.fs.pipe(file.path, b"{}")
+        with patch.object(S3FileSystem, "_call_s3", autospec=True, side_effect=S3FileSystem._call_s3) as requests:
+            assert catalog.find_checkpoints(home) == [*reversed(many), whole]
+            assert catalog.find_on_nodes(home) == [on_nodes]
+            catalog.remove_unfinished(home)
+        assert requests.call_count < len(many)
+        left = {folder.name for folder in home.glob("step-*")}
+        assert left == {folder.name for folder in (whole, damaged, on_nodes, *many)}
