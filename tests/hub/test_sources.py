@@ -172,9 +172,9 @@ def test_a_job_on_a_stream_loses_a_node_and_goes_on(corpus: Path, place: str) ->
         saved = ["checkpoint.every_steps=13", "checkpoint.async_mode=off"]
     else:
         saved = ["checkpoint.every_steps=0", "checkpoint.memory.every_steps=13"]
-    with job(corpus, "killed", *stream, "steps=40", *saved, nproc=1) as killed:
+    with job(corpus, "killed", *stream, "steps=40", *saved, nodes="1") as killed:
         killed.until_step(15)
-        killed.agent(1).kill()
+        killed.agent(0).kill()
         assert killed.wait().verdict == "done"
         first = {m["step"]: m["loss"] for m in reversed(killed.metrics())}
         assert [e["place"] for e in killed.events("resumed")] == [place]
