@@ -135,16 +135,6 @@ def test_agents_that_are_killed_on_a_living_machine_lose_no_snapshot(only_snapsh
     assert "no node has any of it any more" in job.events("checkpoint_failed")[-1]["error"], job.story()
 
 
-def test_a_job_that_is_killed_leaves_nothing_in_memory(only_snapshots: OwnMemory) -> None:
-    job = only_snapshots
-    job.until_step(5)
-    inside = ["nsenter", f"--mount=/proc/{job.supervisor().pid}/ns/mnt", f"--wd={job.folder}"]  # type: ignore[union-attr]
-    killed = cli(job.folder, "cancel", "kept", "--now", under=inside)
-    assert killed.returncode == 0, killed.stdout + killed.stderr
-    assert job.wait().reason.startswith("killed on request")
-    assert not [f.name for f in Path(f"/proc/self/fd/{job.memory}").iterdir()]
-
-
 def test_terms_go_on_after_those_of_snapshots_where_markers_and_records_were_purged(
     snapshots_and_saves: OwnMemory, tmp_path: Path
 ) -> None:
@@ -181,3 +171,9 @@ def test_terms_go_on_after_those_of_snapshots_where_markers_and_records_were_pur
         shutil.copytree(tmp_path / own.name, own)
     job.until(lambda: len(records("resumed")) == 2, "another restart")
     assert records("resumed")[1]["step"] >= records("checkpoint")[0]["step"] > done, job.story()
+
+    inside = ["nsenter", f"--mount=/proc/{supervisor.pid}/ns/mnt", f"--wd={job.folder}"]
+    killed = cli(job.folder, "cancel", "kept", "--now", under=inside)
+    assert killed.returncode == 0, killed.stdout + killed.stderr
+    assert job.wait().reason.startswith("killed on request")
+    assert not [f.name for f in Path(f"/proc/self/fd/{job.memory}").iterdir()], "a killed job leaves nothing in memory"
