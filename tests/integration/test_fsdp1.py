@@ -141,7 +141,7 @@ def test_library_saves_and_resumes_hybrid_shards_on_the_plans_mesh(tmp_path: Pat
 @pytest.mark.parametrize("kind", ["full", "sharded"])
 def test_program_with_state_dicts_of_fsdp1_as_it_stands(tmp_path: Path, kind: str) -> None:
     (tmp_path / "own.py").write_text(_COMMON + _OWN)
-    with job(tmp_path, kind, "script=own.py", f"script_args={kind}", *QUICK, nproc=1, tiny=False) as run:
+    with job(tmp_path, kind, "script=own.py", f"script_args={kind}", *QUICK, nodes="1", nproc=2, tiny=False) as run:
         until_said(run, "step 17 ")
-        run.ranks(1)[0].kill()
+        run.ranks(0)[1].kill()
         check(run)
