@@ -26,16 +26,6 @@ def until_said(job: Job, text: str) -> None:
     job.until(lambda: text in log_of(job), f"rank 0 says {text}")
 
 
-def test_small_library_loses_a_node_and_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    with job(
-        tmp_path, "small", *programs.LIBRARY.overrides(40, where=f"{EXAMPLES}/"), QUICK[0], nproc=1, tiny=False
-    ) as run:
-        run.until_step(14)
-        run.agent(1).kill()
-        assert run.wait().verdict == "done", run.story()
-        programs.LIBRARY.check_went_on(run, 40)
-
-
 _WATCHED = f"""
 import os, sys, time
 from torch import nn
@@ -102,11 +92,11 @@ def test_elastic_program_loses_a_rank_and_goes_on_from_its_snapshot(tmp_path: Pa
         assert "epoch 30 loss" in log_of(run)
 
 
-def test_trainer_of_transformers_loses_a_node_and_goes_on_sharded(tmp_path: Path) -> None:
+def test_trainer_of_transformers_loses_a_rank_and_goes_on_sharded(tmp_path: Path) -> None:
     example = (f"script={EXAMPLES}/transformers_trainer.py", "script_args=--steps 40 --every 5", "fsdp=full_shard")
-    with job(tmp_path, "trainer", *example, QUICK[0], nproc=1, tiny=False) as run:
+    with job(tmp_path, "trainer", *example, QUICK[0], nodes="1", nproc=2, tiny=False) as run:
         run.until(lambda: log_of(run).count("'loss'") >= 12, "12 steps")
-        run.agent(1).kill()
+        run.ranks(0)[1].kill()
         assert run.wait().verdict == "done", run.story()
     begun = re.findall(r"^begins with .*?(None|\d+)$", log_of(run), re.MULTILINE)
     assert len(begun) == 2 and begun[0] == "None" and int(begun[1]) >= 10, begun
@@ -174,28 +164,25 @@ def test_executable_that_says_much_and_fails(tmp_path: Path) -> None:
         assert "much on rank" in verdict.last_lines
 
 
-def kill_a_rank(run: Job, after: int) -> tuple[float, int]:
-    """Kill one of two ranks of a node when a step is done; returns when, and how many steps are in the metrics."""
-    run.until_step(after)
-    killed_at = time.time()
-    run.ranks(0)[1].kill()
-    return killed_at, run.step()
-
-
-def test_figures_of_failures_are_those_seen_from_outside(tmp_path: Path) -> None:
+def test_library_loses_a_rank_and_its_node_and_the_figures_are_those_seen_from_outside(tmp_path: Path) -> None:
     example = f"script={EXAMPLES}/small_library.py"
     with job(tmp_path, "figures", example, "script_args=--steps=60", *QUICK, nodes="1", nproc=2, tiny=False) as run:
         seen = []
-        for number in range(2):
-            killed_at, step = kill_a_rank(run, 14 + 20 * number)
+        for number, victim in enumerate((lambda: run.ranks(0)[1], lambda: run.agent(0))):
+            run.until_step(14 + 20 * number)
+            killed_at = time.time()
+            victim().kill()
             run.until(lambda n=number: len(run.events("resumed")) > n, "it goes on")  # type: ignore[misc]
             resumed = run.events("resumed")[number]
+            step = max(m["step"] for m in run.metrics() if m["time"] < resumed["time"])
             run.until(lambda r=resumed: run.metrics()[-1]["time"] > r["time"], "it trains again")  # type: ignore[misc]
             trained = next(m["time"] for m in run.metrics() if m["time"] > resumed["time"])
             seen.append((killed_at, trained - killed_at, step - resumed["step"]))
             broken = run.events("round_broken")[number]
             assert broken["time"] - killed_at < 3, "and not when the node's other rank has ended, too"
         assert run.wait().verdict == "done", run.story()
+        assert all(e["step"] >= 10 for e in run.events("resumed"))
+        assert run.losses()[60] < run.losses()[1] and run.events("checkpoint")[-1]["step"] == 60
         status = RunStatus(run.run)
         status.update()
         for (killed_at, took_s, lost), b in zip(seen, status.breaks, strict=True):
@@ -207,10 +194,10 @@ def test_figures_of_failures_are_those_seen_from_outside(tmp_path: Path) -> None
 def test_plain_program_finds_its_own_checkpoint_and_what_it_prints_is_told_as_its_steps(tmp_path: Path) -> None:
     """It loses a rank, and then a node."""
     example = programs.PLAIN.overrides(60, f"{tmp_path}/own", f"{EXAMPLES}/")
-    with job(tmp_path, "said", *example, *QUICK, nproc=1, tiny=False) as run:
+    with job(tmp_path, "said", *example, *QUICK, nodes="1", nproc=2, tiny=False) as run:
         until_said(run, "step 14 ")
         killed_at = time.time()
-        run.ranks(1)[0].kill()
+        run.ranks(0)[1].kill()
         until_said(run, "step 34 ")
         run.agent(0).kill()
         assert run.wait().verdict == "done", run.story()
