@@ -17,8 +17,8 @@ from fsdp_jobs.config.schema import HfConfig, JobConfig, LlamaConfig
 from fsdp_jobs.models import llama
 from fsdp_jobs.plan.memory import GIB
 from fsdp_jobs.plan.plan import make_plan
-from fsdp_jobs.plan.shape_client import probe
 from fsdp_jobs.plan.shapes import llama_shape
+from fsdp_jobs.train.shape_probe import shape_of
 
 IN_CHUNKS_GIB = {
     "160m": 5.8,
@@ -66,12 +66,10 @@ def test_peaks_of_a_gpu(name: str) -> None:
     assert 0.95 <= IN_CHUNKS_GIB[name] * GIB / memory.tensors <= 1.05
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.integration] * ("transformers" in name)) for name in WHOLE_GIB]
-)
+@pytest.mark.parametrize("name", WHOLE_GIB)
 def test_peaks_of_a_gpu_with_whole_logits(name: str) -> None:
     config = job(name, chunked="false")
-    shape = probe(config) if isinstance(config.model, HfConfig) else None
+    shape = shape_of(config) if isinstance(config.model, HfConfig) else None
     memory = make_plan(config, shape=shape, seek_remedies=False).memory
     assert memory is not None
     assert 0.95 <= WHOLE_GIB[name] * GIB / memory.tensors <= 1.05
