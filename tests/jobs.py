@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 
+from fsdp_jobs.cli.main import main
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.processes import recorded_process
 from fsdp_jobs.run.tail import Tail
@@ -70,6 +72,23 @@ def cli(
         timeout=timeout,
         env=environment(folder, **env),
     )
+
+
+def called(folder: Path, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """What `cli` returns, without a process of its own: it would compose and import everything once more."""
+    printed, complained, before, place = io.StringIO(), io.StringIO(), dict(os.environ), Path.cwd()
+    os.environ |= environment(folder, **env)
+    os.chdir(folder)
+    try:
+        with redirect_stdout(printed), redirect_stderr(complained):
+            code = main(args)
+    except SystemExit as e:
+        code = int(e.code or 0)
+    finally:
+        os.chdir(place)
+        os.environ.clear()
+        os.environ |= before
+    return subprocess.CompletedProcess(args, code, printed.getvalue(), complained.getvalue())
 
 
 def environment(folder: Path, **env: str) -> dict[str, str]:

@@ -14,7 +14,7 @@ from fsdp_jobs.cli.main import main
 from fsdp_jobs.config.arguments import search_path
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.hydra import compose_job
-from tests.jobs import cli, environment
+from tests.jobs import called, cli, environment
 from tests.recorded import recorded_run
 
 CASES = [
@@ -116,21 +116,21 @@ def test_no_key_can_be_smuggled_in(override: str) -> None:
 
 
 def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
-    done = cli(tmp_path, "optim.lrr=1", "model=x", "steps=a", "nodez=3")
+    done = called(tmp_path, "optim.lrr=1", "model=x", "steps=a", "nodez=3")
     assert all(f"\n  {i}. " in f"\n{done.stderr}" for i in (1, 2, 3, 4))
-    done = cli(tmp_path, "steps=0", "nodes=0", "fsdp.wrap=x", "model.dim=7", "data=tokens")
+    done = called(tmp_path, "steps=0", "nodes=0", "fsdp.wrap=x", "model.dim=7", "data=tokens")
     assert "5 problems" in done.stderr or "6 problems" in done.stderr
 
 
 def test_a_file_too_short_or_unreadable_is_named_before_anything_starts(tmp_path: Path) -> None:
     np.arange(20, dtype=np.uint16).tofile(tmp_path / "short.bin")
-    done = cli(tmp_path, "data=tokens", f"data.path={tmp_path}/short.bin", "data.vocab_size=20")
+    done = called(tmp_path, "data=tokens", f"data.path={tmp_path}/short.bin", "data.vocab_size=20")
     assert done.returncode == 2
     assert "short.bin" in done.stderr and "holds 20 tokens" in done.stderr and "129" in done.stderr
 
 
 def test_a_wrap_class_that_matches_nothing_names_those_there_are(tmp_path: Path) -> None:
-    done = cli(tmp_path, "model=custom", "model._target_=tests.models.tiny", "model.wrap_classes=[Blok]")
+    done = called(tmp_path, "model=custom", "model._target_=tests.models.tiny", "model.wrap_classes=[Blok]")
     assert done.returncode == 2, done.stdout
     assert "wrap_classes" in done.stderr and "Block" in done.stderr
 
@@ -141,12 +141,12 @@ def test_another_training_configuration_under_the_same_name_is_refused(tmp_path:
 
     run = RunDir(tmp_path / "runs" / "mine")
     write_atomic(run.config, dump_config(compose_job(["name=mine"])))
-    done = cli(tmp_path, "name=mine", "optim.lr=0.5", "seed=3", "dry_run=true")
+    done = called(tmp_path, "name=mine", "optim.lr=0.5", "seed=3", "dry_run=true")
     assert done.returncode == 2
     assert "optim.lr=0.5: run mine was trained with 0.001" in done.stderr and "seed=3" in done.stderr
     assert "allow_config_change=true" in done.stderr
     for allowed in (["steps=999"], ["nodes=4"], ["fsdp=full_shard"], ["optim.lr=0.5", "allow_config_change=true"]):
-        assert cli(tmp_path, "name=mine", "dry_run=true", *allowed).returncode == 0, allowed
+        assert called(tmp_path, "name=mine", "dry_run=true", *allowed).returncode == 0, allowed
 
 
 def test_a_config_dir_or_package_of_the_users_own_adds_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,23 +220,23 @@ def test_a_reader_that_leaves_neither_fails_nor_ends_a_submission(tmp_path: Path
     command = f"{sys.executable} -m fsdp_jobs name=unread nodes=1 nproc_per_node=1 hello.py; echo $? > code"
     subprocess.run(["bash", "-c", f"({command}) 2>&1 | true"], cwd=tmp_path, env=environment(tmp_path), timeout=120)
     assert (tmp_path / "code").read_text() == "0\n"
-    assert "unread  done" in cli(tmp_path, "status", "unread").stdout
+    assert "unread  done" in called(tmp_path, "status", "unread").stdout
     shown = f"({sys.executable} -m fsdp_jobs list; echo $? > code) | true"
     subprocess.run(["bash", "-c", shown], cwd=tmp_path, env=environment(tmp_path), timeout=60)
     assert (tmp_path / "code").read_text() == "0\n"
 
 
 def test_problems_of_good_and_bad_overrides_are_reported_together(tmp_path: Path) -> None:
-    done = cli(tmp_path, "optim.lrr=1", "nodes=0", "fsdp.strategy=fulls")
+    done = called(tmp_path, "optim.lrr=1", "nodes=0", "fsdp.strategy=fulls")
     assert done.returncode == 2 and "3 problems" in done.stderr
     for word in ("did you mean optim.lr?", "at least 1 node", "did you mean full_shard?"):
         assert word in done.stderr
 
 
 def test_a_bad_sweep_starts_nothing_and_a_bad_job_of_it_fails_it(tmp_path: Path) -> None:
-    done = cli(tmp_path, "--multirun", "seed=1,2", "optim.lrr=3")
+    done = called(tmp_path, "--multirun", "seed=1,2", "optim.lrr=3")
     assert done.returncode == 2 and "did you mean optim.lr?" in done.stderr and "Traceback" not in done.stderr
-    done = cli(tmp_path, "--multirun", "nodes=0,-1", "steps=1")
+    done = called(tmp_path, "--multirun", "nodes=0,-1", "steps=1")
     assert done.returncode == 2 and done.stderr.count("at least 1 node") == 2 and "Traceback" not in done.stderr
 
 
@@ -244,13 +244,15 @@ def test_tokens_beyond_the_vocabulary_and_half_tokens_are_found_before_anything_
     tokens = np.zeros(50_000, dtype=np.uint16)
     tokens[-1] = 300
     tokens.tofile(tmp_path / "t.bin")
-    done = cli(tmp_path, "data=tokens", f"data.path={tmp_path}/t.bin", "data.vocab_size=256")
+    done = called(tmp_path, "data=tokens", f"data.path={tmp_path}/t.bin", "data.vocab_size=256")
     assert done.returncode == 2 and "holds token id 300" in done.stderr
     (tmp_path / "odd.bin").write_bytes(bytes(1001))
-    done = cli(tmp_path, "data=tokens", f"data.path={tmp_path}/odd.bin", "data.vocab_size=256")
+    done = called(tmp_path, "data=tokens", f"data.path={tmp_path}/odd.bin", "data.vocab_size=256")
     assert done.returncode == 2 and "not a whole number of uint16" in done.stderr
 
 
 def test_a_plan_needs_no_data(tmp_path: Path) -> None:
-    done = cli(tmp_path, "plan", "experiment=llama3_8b_pretrain", "cluster=slurm", "nodes=8", "data.path=/not/here.bin")
+    done = called(
+        tmp_path, "plan", "experiment=llama3_8b_pretrain", "cluster=slurm", "nodes=8", "data.path=/not/here.bin"
+    )
     assert done.returncode == 0 and done.stdout.startswith("FITS"), done.stdout + done.stderr

@@ -21,7 +21,7 @@ from fsdp_jobs.config.schema import plain_values
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.tools.rehearse import FAULTS
-from tests.jobs import cli
+from tests.jobs import called
 from tests.recorded import recorded_run
 
 SHELLS = {
@@ -65,7 +65,7 @@ class Shell:
 
 @contextmanager
 def shell_with_completion(name: str, folder: Path) -> Iterator[Shell]:
-    done = cli(folder, "completion", name)
+    done = called(folder, "completion", name)
     assert done.returncode == 0, done.stderr
     (folder / "completion").write_text(done.stdout)
     argv, source = SHELLS[name]
@@ -109,7 +109,7 @@ def test_a_shell_completes_commands_without_starting_python(name: str, tmp_path:
 
 def candidates(folder: Path, line: str) -> list[str]:
     """What bash would offer for a line."""
-    script = cli(folder, "completion", "bash").stdout
+    script = called(folder, "completion", "bash").stdout
     ask = '\nsh -c "$_fsdp_jobs_candidates" sh "$1"'
     return subprocess.run(
         ["bash", "-c", script + ask, "bash", line], cwd=folder, capture_output=True, text=True, check=True
@@ -143,14 +143,14 @@ def test_what_a_shell_would_execute_is_not_offered(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("args", [[], ["csh"]])
 def test_completion_of_no_shell(tmp_path: Path, args: list[str]) -> None:
-    done = cli(tmp_path, "completion", *args)
+    done = called(tmp_path, "completion", *args)
     assert done.returncode == 2 and "{bash,zsh,fish}" in done.stderr
     assert not done.stdout
 
 
 @pytest.mark.parametrize("cluster", ["docker", "kubernetes", "local", "slurm"])
 def test_the_first_files_can_be_planned_and_are_never_overwritten(tmp_path: Path, cluster: str) -> None:
-    done = cli(tmp_path, "init", f"cluster={cluster}")
+    done = called(tmp_path, "init", f"cluster={cluster}")
     assert done.returncode == 0, done.stderr
     written = {file: file.read_text() for file in tmp_path.rglob("*") if file.is_file()}
     names = sorted(str(file.relative_to(tmp_path)) for file in written)
@@ -159,25 +159,25 @@ def test_the_first_files_can_be_planned_and_are_never_overwritten(tmp_path: Path
     mine = tmp_path / "conf" / "experiment" / "mine.yaml"
     assert list(Draft7Validator(job_schema()).iter_errors(plain_values(mine))) == []
     (command,) = re.findall(r"fsdp-jobs (plan .*)", done.stdout)
-    planned = cli(tmp_path, *command.split())
+    planned = called(tmp_path, *command.split())
     assert planned.returncode == 0 and "2 nodes" in planned.stdout, planned.stdout + planned.stderr
-    again = cli(tmp_path, "init", "cluster=local")
+    again = called(tmp_path, "init", "cluster=local")
     assert again.returncode == 2 and again.stderr.count("is there already, and is not overwritten") == 2
     assert {file: file.read_text() for file in tmp_path.rglob("*") if file.is_file()} == written
 
 
 def test_a_script_that_is_there_is_the_one_that_the_first_files_run(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('mine')\n")
-    done = cli(tmp_path, "init")
+    done = called(tmp_path, "init")
     assert done.returncode == 0 and "train.py is there already: the job runs it" in done.stdout, done.stderr
     assert (tmp_path / "train.py").read_text() == "print('mine')\n"
     assert "script: train.py" in (tmp_path / "conf" / "experiment" / "mine.yaml").read_text()
 
 
 def test_first_files_for_a_cluster_that_there_is_not(tmp_path: Path) -> None:
-    done = cli(tmp_path, "init", "cluster=slrum")
+    done = called(tmp_path, "init", "cluster=slrum")
     assert done.returncode == 2 and "did you mean slurm?" in done.stderr
-    assert cli(tmp_path, "init", "nodes=4").returncode == 2
+    assert called(tmp_path, "init", "nodes=4").returncode == 2
     assert list(tmp_path.iterdir()) == []
 
 
@@ -186,18 +186,18 @@ def test_where_a_file_is_in_the_way_nothing_is_written(tmp_path: Path, blocked: 
     file = tmp_path / blocked
     file.parent.mkdir(exist_ok=True)
     file.touch()
-    done = cli(tmp_path, "init")
+    done = called(tmp_path, "init")
     assert done.returncode == 2 and "-> move it away, or give another name" in done.stderr, done.stderr
     assert [f for f in tmp_path.rglob("*") if f.is_file()] == [file]
     file.unlink()
-    assert cli(tmp_path, "init").returncode == 0
+    assert called(tmp_path, "init").returncode == 0
 
 
 @pytest.mark.integration
 def test_the_first_job_runs(tmp_path: Path) -> None:
-    assert cli(tmp_path, "init").returncode == 0
+    assert called(tmp_path, "init").returncode == 0
     few = ["script_args=--steps 60", "hardware=cpu", "nproc_per_node=1", "name=mine"]
-    done = cli(tmp_path, "--config-dir", "conf", "experiment=mine", *few)
+    done = called(tmp_path, "--config-dir", "conf", "experiment=mine", *few)
     assert done.returncode == 0, done.stdout + done.stderr
     run = RunDir(tmp_path / "runs" / "mine")
     verdict = Verdict.read(run, 0)

@@ -21,7 +21,7 @@ from fsdp_jobs.config.schema import dump_config
 from fsdp_jobs.config.terminal import say
 from fsdp_jobs.run.directory import RunDir, runs_in, write_atomic
 from fsdp_jobs.run.identity import identity_of
-from tests.jobs import ROOT, cli, environment
+from tests.jobs import ROOT, called, cli, environment
 from tests.recorded import recorded_run
 
 _PROGRAM = """
@@ -34,7 +34,7 @@ _HERE = ("nodes=1", "nproc_per_node=1", "attach=false", "elastic.join_window_s=0
 
 
 def _json(folder: Path, *args: str) -> Any:
-    done = cli(folder, *args, "--json")
+    done = called(folder, *args, "--json")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -64,7 +64,7 @@ def _json(folder: Path, *args: str) -> Any:
 )
 def test_habits_of_other_tools_get_the_key_that_is_meant(tmp_path: Path, args: list[str], said: str) -> None:
     (tmp_path / "train.py").write_text(_PROGRAM)
-    done = cli(tmp_path, *args)
+    done = called(tmp_path, *args)
     assert done.returncode == 2 and said in done.stderr and "Nothing was done: " in done.stderr, done.stderr
     assert not (tmp_path / "runs").exists()
 
@@ -72,17 +72,17 @@ def test_habits_of_other_tools_get_the_key_that_is_meant(tmp_path: Path, args: l
 @pytest.mark.integration
 def test_scripts_submit_wait_and_are_told_what_became_of_runs(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(_PROGRAM)
-    good = json.loads(cli(tmp_path, *_HERE, "name=good", "--json", "train.py", "0", "1", "--lr", "3e-4").stdout)
-    bad = cli(tmp_path, *_HERE, "name=bad", "--json", "train.py", "3", "1")
+    good = json.loads(called(tmp_path, *_HERE, "name=good", "--json", "train.py", "0", "1", "--lr", "3e-4").stdout)
+    bad = called(tmp_path, *_HERE, "name=bad", "--json", "train.py", "3", "1")
     assert bad.returncode == 0, bad.stderr
-    long = cli(tmp_path, *_HERE, "--json", "train.py", "0", "600")
+    long = called(tmp_path, *_HERE, "--json", "train.py", "0", "600")
     (last,) = [run for run in runs_in(str(tmp_path / "runs")) if run.name not in ("good", "bad")]
     assert last.name.startswith("train-"), "a script's run is called after it"
     assert json.loads(long.stdout)["run"] == last.name and json.loads(bad.stdout)["handle"].startswith("local_fsdp://")
-    assert cli(tmp_path, "wait", last.name, "--timeout", "0.1").returncode == 124
-    done = cli(tmp_path, "wait", "good")
+    assert called(tmp_path, "wait", last.name, "--timeout", "0.1").returncode == 124
+    done = called(tmp_path, "wait", "good")
     assert (done.returncode, done.stdout) == (0, "good done: the program has ended\n")
-    done = cli(tmp_path, "wait", "good", "bad")
+    done = called(tmp_path, "wait", "good", "bad")
     assert done.returncode == 1 and "bad failed: " in done.stdout
     waiting = subprocess.Popen(
         [sys.executable, "-m", "fsdp_jobs", "wait", last.name], cwd=tmp_path, env=environment(tmp_path)
@@ -90,23 +90,23 @@ def test_scripts_submit_wait_and_are_told_what_became_of_runs(tmp_path: Path) ->
     cancelled = _json(tmp_path, "cancel", last.name)
     assert (cancelled["run"], cancelled["state"], cancelled["version"]) == (last.name, "stopped", 1)
     assert waiting.wait(60) == 75
-    lines = [json.loads(line) for line in cli(tmp_path, "logs", "good", "--json").stdout.splitlines()]
+    lines = [json.loads(line) for line in called(tmp_path, "logs", "good", "--json").stdout.splitlines()]
     assert {"version": 1, "attempt": 0, "node": 0, "rank": 0, "line": "arguments ['0', '1', '--lr', '3e-4']"} in lines
     assert [row["run"] for row in _json(tmp_path, "status", "--state", "failed")] == ["bad"]
     assert [row["run"] for row in _json(tmp_path, "status", "--last", "1")] == [last.name]
     assert {row["run"] for row in _json(tmp_path, "status", "g*", "b*")} == {"good", "bad"}
-    again = cli(tmp_path, "resume", "good", "elastic.exclude_after=4")
+    again = called(tmp_path, "resume", "good", "elastic.exclude_after=4")
     assert again.returncode == 0 and "good is done" not in again.stdout, "it was asked for a change"
-    assert cli(tmp_path, "wait", "good").returncode == 0
-    again = cli(tmp_path, "resume", "good")
+    assert called(tmp_path, "wait", "good").returncode == 0
+    again = called(tmp_path, "resume", "good")
     assert "good is done: the program has ended; its script is started once more" in again.stdout, again.stderr
-    assert cli(tmp_path, "wait", "good").returncode == 0
+    assert called(tmp_path, "wait", "good").returncode == 0
     own = tmp_path / "own" / "experiment" / "patient.yaml"
     write_atomic(own, "# @package _global_\nelastic:\n  exclude_after: 9\n")
-    again = cli(tmp_path, "resume", "good", "--config-dir", "own", "experiment=patient", "dry_run=true")
+    again = called(tmp_path, "resume", "good", "--config-dir", "own", "experiment=patient", "dry_run=true")
     assert again.returncode == 0 and "dry run" in again.stdout, again.stderr
-    assert "keeps its own checkpoints" in cli(tmp_path, "export", "good").stderr
-    assert "the newest run, good" in cli(tmp_path, "logs").stderr
+    assert "keeps its own checkpoints" in called(tmp_path, "export", "good").stderr
+    assert "the newest run, good" in called(tmp_path, "logs").stderr
     (report,) = _json(tmp_path, "report", "good")["files"]
     assert Path(tmp_path, report).exists()
     assert good["directory"] == "runs/good" and good["version"] == 1
@@ -186,18 +186,18 @@ def test_status_takes_conditions_on_what_was_configured_and_names_other_owners(t
         (["--last", "1"], {"fast"}),
     ):
         assert {row["run"] for row in _json(tmp_path, "status", *words)} == found, words
-    unknown = cli(tmp_path, "list", "optim.lrr=0", "nodes=2")
+    unknown = called(tmp_path, "list", "optim.lrr=0", "nodes=2")
     assert unknown.stdout == "no runs of that kind under runs/\n" and unknown.returncode == 0
     assert unknown.stderr == "no run here is configured with optim.lrr; did you mean optim.lr?\n"
     assert {row["run"] for row in _json(tmp_path, "list", "--last", "1", "--state", "done")} == {"fast"}
     for none in ("0", "-1", "all"):
-        refused = cli(tmp_path, "status", "--last", none)
+        refused = called(tmp_path, "status", "--last", none)
         assert refused.returncode == 2 and "not a number of at least 1" in refused.stderr, refused
     theirs = RunDir(tmp_path / "runs" / "slow")
     of_me = identity_of(theirs, compose_job([]))
-    assert "owner" not in cli(tmp_path, "status").stdout
+    assert "owner" not in called(tmp_path, "status").stdout
     write_atomic(theirs.identity, replace(of_me, uid=4242, user="ada").to_json())
-    lines = cli(tmp_path, "status").stdout.splitlines()
+    lines = called(tmp_path, "status").stdout.splitlines()
     assert lines[0].split()[:2] == ["owner", "run"] and ["ada", "slow"] in [line.split()[:2] for line in lines]
     assert {row["run"]: row["owner"] for row in _json(tmp_path, "status")} == {"slow": "ada", "fast": None}
 

@@ -30,13 +30,13 @@ from fsdp_jobs.run.state import State
 from fsdp_jobs.run.status import Break, RunStatus
 from fsdp_jobs.submit import submitted
 from fsdp_jobs.submit.overview import Overview, story_of
-from tests.jobs import cli, environment, hear_ctrl_c, job
+from tests.jobs import called, environment, hear_ctrl_c, job
 from tests.recorded import HOSTILE, add_line, recorded_run
 from tests.world import PACED
 
 
 def status_json(folder: Path, *args: str, **env: str) -> list[dict[str, Any]]:
-    done = cli(folder, "status", "--json", *args, **env)
+    done = called(folder, "status", "--json", *args, **env)
     assert done.returncode == 0, done.stderr
     rows: list[dict[str, Any]] = json.loads(done.stdout)
     return rows
@@ -51,9 +51,9 @@ def test_scripts_get_what_people_see(tmp_path: Path) -> None:
     assert rows[0]["state"] == "done" and rows[0]["step"] == rows[0]["steps"] == 20
     assert rows[0]["loss"] == 3.0 and rows[0]["checkpoint_step"] == 10 and rows[0]["eta_s"] is None
     assert rows[0]["goodput"] == pytest.approx(20 / 30)
-    shown = cli(tmp_path, "list").stdout.splitlines()
+    shown = called(tmp_path, "list").stdout.splitlines()
     assert shown[1].split()[:5] == ["one", "done", "0", "2/2", "20/20"] and "67%" in shown[1]
-    assert cli(tmp_path, "list", "two").stdout == cli(tmp_path, "status", "two").stdout != ""
+    assert called(tmp_path, "list", "two").stdout == called(tmp_path, "status", "two").stdout != ""
 
 
 def test_the_cost_of_a_failure_is_counted_or_a_dash() -> None:
@@ -64,7 +64,7 @@ def test_the_cost_of_a_failure_is_counted_or_a_dash() -> None:
 def test_before_the_first_step_no_goodput_is_known(tmp_path: Path) -> None:
     run = recorded_run(tmp_path / "runs", "one")
     run.metrics.write_text("")
-    said = cli(tmp_path, "status", "one").stdout.splitlines()
+    said = called(tmp_path, "status", "one").stdout.splitlines()
     row, story = said[1].split(), next(line for line in said if line.startswith("goodput"))
     assert row[said[0].split().index("goodput")] == story.split()[1] == "-", said
 
@@ -74,7 +74,7 @@ def test_commands_that_are_offered_can_be_pasted(tmp_path: Path, capsys: pytest.
     status.update()
     summary(status)
     offered = capsys.readouterr().out.rpartition("fsdp-jobs resume ")[2].rpartition(" steps=")[0]
-    assert cli(tmp_path, "status", *shlex.split(offered)).returncode == 0, offered
+    assert called(tmp_path, "status", *shlex.split(offered)).returncode == 0, offered
 
 
 def test_runs_of_one_name_in_two_folders_are_not_confused(tmp_path: Path) -> None:
@@ -341,7 +341,7 @@ def test_steps_that_only_a_program_knows_are_a_dash(tmp_path: Path) -> None:
 
 
 def test_an_unknown_handle_is_said(tmp_path: Path) -> None:
-    done = cli(tmp_path, "status", "local_fsdp://fsdp_jobs/nobody")
+    done = called(tmp_path, "status", "local_fsdp://fsdp_jobs/nobody")
     assert done.returncode == 2 and "is not the newest submission" in done.stderr
 
 
@@ -359,7 +359,7 @@ def test_a_launcher_that_does_not_answer_does_not_hide_the_others(tmp_path: Path
 def test_logs_of_a_run_that_has_written_none_say_what_it_does(tmp_path: Path) -> None:
     run = recorded_run(tmp_path / "runs", "quiet")
     run.rank_log(0, 0, 0).write_text("")  # the trainer's ranks print nothing
-    done = cli(tmp_path, "logs", "quiet")
+    done = called(tmp_path, "logs", "quiet")
     assert done.returncode == 0 and not done.stdout
     assert "nothing is printed there; quiet is done: " in done.stderr
 
@@ -407,7 +407,7 @@ def test_a_job_is_watched_to_its_end(tmp_path: Path) -> None:
         watching, terminal = watch(tmp_path)
         now = live.step()
         live.until_step(now + 20)
-        assert cli(tmp_path, "cancel", "live").returncode == 0
+        assert called(tmp_path, "cancel", "live").returncode == 0
         shown = read_all(terminal)
         assert watching.wait(30) == 0, shown
         lines = read_all(of_dumb)  # of a terminal in which nothing can be redrawn
@@ -416,4 +416,4 @@ def test_a_job_is_watched_to_its_end(tmp_path: Path) -> None:
     assert len(steps) > 1 and steps == sorted(steps) and steps[-1] >= now + 20
     assert "stopped" in shown
     assert "old" not in shown
-    assert "all runs have ended" in cli(tmp_path, "status", "--watch").stdout
+    assert "all runs have ended" in called(tmp_path, "status", "--watch").stdout

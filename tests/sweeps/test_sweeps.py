@@ -30,7 +30,7 @@ from fsdp_jobs.sweeps import jobs as sweeps_jobs
 from fsdp_jobs.sweeps.identity import canonical, name_for
 from fsdp_jobs.sweeps.jobs import last_value
 from fsdp_jobs.sweeps.table import Row, Sweep, sweeps_in
-from tests.jobs import cli, environment
+from tests.jobs import called, environment
 from tests.observe.browser import Watched, browser  # noqa: F401
 from tests.observe.test_report import _Page
 from tests.recorded import HOSTILE, of_sweep, recorded_run
@@ -96,14 +96,14 @@ def test_a_sweep_takes_keys_of_the_users_own(tmp_path: Path) -> None:
     custom = ("model=custom", "model._target_=tests.models.tiny", "fsdp.wrap=size", "data.seq_len=16")
     whole, single = compose_jobs([[*custom, "model.kwargs={vocab: 128}"], [*custom, "model.kwargs.vocab=128"]])
     assert whole == single
-    shown = cli(tmp_path, "--multirun", "dry_run=true", *custom, "model.kwargs.vocab=128", "steps=2,3")
+    shown = called(tmp_path, "--multirun", "dry_run=true", *custom, "model.kwargs.vocab=128", "steps=2,3")
     assert shown.returncode == 0 and "steps=3" in shown.stdout, shown.stdout + shown.stderr
 
 
 def test_commas_in_a_scripts_arguments_make_no_jobs(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('here')")
     given = ("dry_run=true", "seed=1,2", "notify.command=echo a,b", "train.py", "--tags", "a,b", "it's")
-    shown = cli(tmp_path, "--multirun", *given)
+    shown = called(tmp_path, "--multirun", *given)
     assert shown.returncode == 0 and shown.stdout.count("  submit  ") == 2, shown.stdout + shown.stderr
 
 
@@ -209,7 +209,7 @@ def test_a_job_whose_run_is_removed_is_not_waited_for(
 
 
 def test_options_are_swept_by_a_pattern(tmp_path: Path) -> None:
-    done = cli(tmp_path, "-m", "name=all", "fsdp=glob(*,exclude=*_schema)", *SMALL, "nodes=2", "dry_run=true")
+    done = called(tmp_path, "-m", "name=all", "fsdp=glob(*,exclude=*_schema)", *SMALL, "nodes=2", "dry_run=true")
     assert done.returncode == 0 and done.stdout.count("fsdp=") == 6, done
 
 
@@ -230,7 +230,7 @@ def test_jobs_that_are_done_do_not_answer_for_another_setting_of_the_whole_sweep
 
 def test_a_dry_run_shows_the_jobs_and_leaves_nothing(tmp_path: Path) -> None:
     in_turn = "hydra.sweeper.max_batch_size=1"
-    done = cli(tmp_path, "-m", "name=lr", "optim.lr=1e-4,1e-3", in_turn, *SMALL, "dry_run=true")
+    done = called(tmp_path, "-m", "name=lr", "optim.lr=1e-4,1e-3", in_turn, *SMALL, "dry_run=true")
     assert done.returncode == 0 and "lr-001" in done.stdout and "nothing was submitted" in done.stdout
     assert not any(tmp_path.iterdir())
 
@@ -257,7 +257,7 @@ def test_another_job_s_run_is_not_taken_for_one_of_the_sweep(tmp_path: Path) -> 
     run = RunDir(tmp_path / "runs" / "lr-000")
     run.path.mkdir(parents=True)
     run.job.write_text(json.dumps({"handle": "local_fsdp://fsdp_jobs/x", "overrides": ["steps=7"]}))
-    done = cli(tmp_path, "--multirun", "name=lr", "seed=1,2", "dry_run=true", *SMALL)
+    done = called(tmp_path, "--multirun", "name=lr", "seed=1,2", "dry_run=true", *SMALL)
     assert done.returncode == 0 and "lr-001" in done.stdout and "lr-000" not in done.stdout, done
 
 

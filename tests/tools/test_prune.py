@@ -16,7 +16,7 @@ from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.identity import identity_of
 from fsdp_jobs.tools.prune import old_runs, remove
-from tests.jobs import cli
+from tests.jobs import called
 from tests.recorded import of_sweep, recorded_run
 
 _DAY_S = 86400
@@ -69,13 +69,13 @@ def names(folder: Path) -> set[str]:
 
 def test_only_old_runs_of_ones_own_that_have_ended_go_and_are_shown_first(folder: Path) -> None:
     before = names(folder)
-    shown = cli(folder, "prune", "--older-than", "30d", "--keep-best")
+    shown = called(folder, "prune", "--older-than", "30d", "--keep-best")
     assert shown.returncode == 0 and "2 runs, " in shown.stdout and "would be removed" in shown.stdout, shown
     assert names(folder) == before and (folder / "elsewhere" / "old").exists()
-    done = cli(folder, "prune", "--older-than", "30d", "--keep-best", "--yes")
+    done = called(folder, "prune", "--older-than", "30d", "--keep-best", "--yes")
     assert done.returncode == 0 and before - names(folder) == {"old", "tuned-000"}, done
     assert {path.name for path in (folder / "elsewhere").iterdir()} == {"other"}
-    assert cli(folder, "prune", "--older-than", "30d", "--yes").returncode == 0
+    assert called(folder, "prune", "--older-than", "30d", "--yes").returncode == 0
     assert names(folder) == {"young", "going", "theirs"}
 
 
@@ -85,14 +85,14 @@ def test_what_else_lies_in_the_folder_of_checkpoints_stays_and_is_named(folder: 
         (home / name).mkdir()
     (home / "thesis.txt").write_text("of years")
     (home / "identity.json").symlink_to(folder / "runs" / "old" / "identity.json")
-    done = cli(folder, "prune", "--older-than", "30d", "--yes")
+    done = called(folder, "prune", "--older-than", "30d", "--yes")
     assert done.returncode == 1 and "step-00000001-figures, thesis.txt stays" in done.stderr, done
     assert {path.name for path in home.iterdir()} == {"step-00000001-figures", "thesis.txt"}
 
 
 @pytest.mark.parametrize("args", [["--older-than", "30"], []])
 def test_an_age_without_a_unit_is_refused(tmp_path: Path, args: list[str]) -> None:
-    done = cli(tmp_path, "prune", *args)
+    done = called(tmp_path, "prune", *args)
     assert done.returncode == 2 and "Nothing was done" in done.stderr
 
 
@@ -103,7 +103,7 @@ def test_checkpoints_that_another_run_has_taken_over_stay(folder: Path) -> None:
     _aged(old, 40)
     claimed = folder / "elsewhere" / "old" / "identity.json"
     claimed.write_text(json.dumps({**mine, "id": "another", "directory": "/others/old"}))
-    done = cli(folder, "prune", "--older-than", "30d", "--yes")
+    done = called(folder, "prune", "--older-than", "30d", "--yes")
     assert "belongs to a run of" in done.stdout + done.stderr and "/others/old" in done.stdout + done.stderr, done
     assert claimed.exists() and "old" not in names(folder)
 
@@ -119,7 +119,7 @@ def test_a_copy_of_a_run_does_not_take_the_checkpoints_of_the_original_with_it(f
     if original == "elsewhere":
         write_atomic(copy.identity, json.dumps({**identity, "host": "cluster"}))
     _aged(copy, 40)
-    done = cli(folder, "prune", "--older-than", "30d", "--yes", "runs_dir=copies")
+    done = called(folder, "prune", "--older-than", "30d", "--yes", "runs_dir=copies")
     assert not copy.path.exists()
     assert (folder / "elsewhere" / "old" / "step-00000010").exists() == (original != "moved")
     assert ("may be in use by the run that this one is a copy of" in done.stderr) == (original != "moved"), done
@@ -129,14 +129,14 @@ def test_a_run_behind_a_link_goes_with_its_link(folder: Path) -> None:
     (folder / "big").mkdir()
     (folder / "runs" / "tuned-000").rename(folder / "big" / "tuned")
     (folder / "runs" / "tuned-000").symlink_to(folder / "big" / "tuned")
-    done = cli(folder, "prune", "--older-than", "30d", "--yes")
+    done = called(folder, "prune", "--older-than", "30d", "--yes")
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     assert not list((folder / "big").iterdir()) and names(folder) == {"young", "going", "theirs"}
 
 
 def test_what_is_being_removed_is_no_run(folder: Path) -> None:
     (folder / "runs" / "young").rename(folder / "runs" / ".pruned-young")
-    assert "pruned" not in cli(folder, "status").stdout
+    assert "pruned" not in called(folder, "status").stdout
 
 
 @pytest.mark.parametrize("linked", ["", "runs", "runs/old"])
@@ -160,9 +160,9 @@ def test_what_an_interrupted_prune_has_left_goes_with_the_next(
         patched.setattr(shutil, "rmtree", interrupted)
         remove(old)
     (left,) = [name for name in names(folder) if name.startswith(".")]
-    shown = cli(folder, "prune", "--older-than", "9000d")
+    shown = called(folder, "prune", "--older-than", "9000d")
     assert left in shown.stdout and left in names(folder), shown
-    done = cli(folder, "prune", "--older-than", "9000d", "--yes")
+    done = called(folder, "prune", "--older-than", "9000d", "--yes")
     assert done.returncode == 0 and left not in names(folder), done
     assert {path.name for path in (folder / "big").iterdir()} == ({"there"} if linked == "runs" else set())
 
