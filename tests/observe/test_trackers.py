@@ -20,6 +20,7 @@ from fsdp_jobs.node.tracker import TrackerProcess, unsent_lines
 from fsdp_jobs.run.beside import wait_until
 from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.messages import NO_ROUND
+from fsdp_jobs.run.tail import read_json_lines
 from fsdp_jobs.run.verdict import KILLED, judge
 from tests.jobs import Job, environment, job
 from tests.recorded import HOSTILE, add_line, recorded_run
@@ -83,10 +84,27 @@ def _when(metric: Any) -> int:
 
 @pytest.mark.integration
 def test_wandb_has_one_run_in_two_lives(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path)
+    write_atomic(run.config, dump_config(compose_job(["name=recorded", "tracking=wandb"])))
+    for step in (21, 22):
+        add_line(run.metrics, {"step": step, "time": 130.0 + step, "loss": 1 / step})
+        sent = send(run, WANDB_MODE="offline")
+        assert sent.returncode == 0, sent.stdout + sent.stderr
+    assert in_wandb(run) == {m["step"]: m["loss"] for m in read_json_lines(run.metrics)}
+
+
+@pytest.mark.soak
+@pytest.mark.integration
+def test_wandb_has_one_run_after_a_kill(tmp_path: Path) -> None:
     with job(tmp_path, "tracked", *FEW, "tracking=wandb", nodes="1", nproc=1, WANDB_MODE="offline") as tracked:
         killed_and_recovered(tracked)
-    folders = sorted((tracked.run.path / "wandb").glob("offline-run-*"))
-    known = json.loads(tracked.run.tracking.read_text())["id"]
+    assert in_wandb(tracked.run) == tracked.losses()
+
+
+def in_wandb(run: RunDir) -> dict[int, float]:
+    """Step -> loss of the one run that two senders, one after the other, have written."""
+    folders = sorted((run.path / "wandb").glob("offline-run-*"))
+    known = json.loads(run.tracking.read_text())["id"]
     assert len(folders) == 2 and all(f.name.endswith(f"-{known}") for f in folders)
     logged: dict[int, float] = {}
     for folder in folders:
@@ -94,7 +112,7 @@ def test_wandb_has_one_run_in_two_lives(tmp_path: Path) -> None:
             items = {"".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item}
             if "loss" in items:
                 logged[items["step"]] = items["loss"]
-    assert logged == tracked.losses()
+    return logged
 
 
 def wandb_records(file: Path) -> Iterator[Any]:

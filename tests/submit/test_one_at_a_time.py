@@ -27,7 +27,7 @@ from fsdp_jobs.submit.overview import Overview
 from fsdp_jobs.submit.submit import prepare, submit
 from fsdp_jobs.submit.submitted import settle
 from fsdp_jobs.submit.validate import composed
-from tests.jobs import cli, environment, family, killed_at, signal_all
+from tests.jobs import called, cli, environment, family, killed_at, signal_all
 
 pytestmark = pytest.mark.integration
 
@@ -197,8 +197,8 @@ def test_a_name_of_somebody_else_on_shared_checkpoint_storage_is_refused(
     identity = folder / "shared" / "one" / "identity.json"
     whose = json.loads(identity.read_text())
     identity.write_text(json.dumps({**whose, "user": "alice", "host": "login7"}))  # the id is of this run
-    assert "is in use by the live job" in cli(folder, *shared).stderr
-    refused = cli(folder, *elsewhere)
+    assert "is in use by the live job" in called(folder, *shared).stderr
+    refused = called(folder, *elsewhere)
     assert refused.returncode == 2, refused.stdout + refused.stderr
     assert f"belongs to a run of alice on login7 ({folder}/runs/one)" in refused.stderr
     assert "another name=..." in refused.stderr and not (folder / "others" / "one" / "job.json").exists()
@@ -212,15 +212,15 @@ def test_a_run_on_another_machine_is_told_from_its_directory_and_not_started_twi
     job = run.read_job()
     here = f"//{socket.gethostname()}/"
     write_atomic(run.job, json.dumps({**job, "handle": job["handle"].replace(here, "//other/")}))
-    (row,) = json.loads(cli(folder, "status", "--json").stdout)
+    (row,) = json.loads(called(folder, "status", "--json").stdout)
     assert row["state"] not in ENDED and "is on other, and this machine asks" in row["reason"], row
-    resumed = cli(folder, "resume", "one")
+    resumed = called(folder, "resume", "one")
     assert resumed.returncode == 2 and "may be in use by the job local_fsdp://other/" in resumed.stderr, resumed.stderr
-    killed = cli(folder, "cancel", "one", "--now")
+    killed = called(folder, "cancel", "one", "--now")
     assert killed.returncode == 2 and "is on other" in killed.stderr, killed.stdout + killed.stderr
     assert len(supervisors(folder)) == 1 and len(attempts(run)) == 1
     write_atomic(run.job, json.dumps({**job, "handle": job["handle"].replace(here, "//fsdp_jobs/")}))
-    assert "one stopped" in cli(folder, "cancel", "one", "--now").stdout, "handles of before named no cluster"
+    assert "one stopped" in called(folder, "cancel", "one", "--now").stdout, "handles of before named no cluster"
 
 
 def test_a_sweep_whose_command_is_killed_as_it_records_its_jobs_starts_each_once(folder: Path) -> None:
@@ -250,9 +250,9 @@ def test_the_job_of_a_moved_directory_is_still_its_own(folder: Path) -> None:
     (folder / "others").mkdir()
     run.path.rename(folder / "others" / "one")
     run.path.mkdir()  # by what still writes there
-    (row,) = json.loads(cli(folder, "status", "runs_dir=others", "--json").stdout)
+    (row,) = json.loads(called(folder, "status", "runs_dir=others", "--json").stdout)
     assert row["state"] not in ENDED, row
-    again = cli(folder, "resume", "one", "runs_dir=others")
+    again = called(folder, "resume", "one", "runs_dir=others")
     assert again.returncode == 2 and "in use by the" in again.stderr, again.stderr
-    assert cli(folder, "cancel", "one", "--now", "runs_dir=others").returncode == 0
+    assert called(folder, "cancel", "one", "--now", "runs_dir=others").returncode == 0
     until(lambda: not supervisors(folder), "the end of its job")
