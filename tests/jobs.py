@@ -86,8 +86,9 @@ def called(folder: Path, *args: str, **env: str) -> subprocess.CompletedProcess[
         code = int(e.code or 0)
     finally:
         os.chdir(place)
-        os.environ.clear()
-        os.environ |= before
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ |= before  # never empty: threads of a test may start processes meanwhile
     return subprocess.CompletedProcess(args, code, printed.getvalue(), complained.getvalue())
 
 

@@ -28,7 +28,7 @@ from typing import Any
 import psutil
 
 from fsdp_jobs.run.processes import die_with_parent
-from tests.jobs import signal_all
+from tests.jobs import ROOT, signal_all
 from tests.launchers.kubernetes.simulated_api import NAMESPACE, Object, SimulatedApi, now
 
 INDEX = "batch.kubernetes.io/job-completion-index"
@@ -250,7 +250,7 @@ class SimulatedCluster:
             if source is not None:
                 mounts.append(f"{source}:{mount['mountPath']}")
         env = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "JOB_COMPLETION_INDEX": ""}
-        env["PYTHONPATH"] = str(Path(__file__).parents[3])  # the image has this checkout
+        env["PYTHONPATH"] = str(ROOT)  # the image has this checkout
         for variable in container["env"]:
             value = variable.get("value")
             if value is None:
@@ -280,6 +280,7 @@ class SimulatedCluster:
                     *command,
                 ],
                 env=env,
+                cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -11,7 +11,7 @@ import yaml
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.verdict import Verdict
 from tests import programs
-from tests.jobs import ROOT, Watched, cli
+from tests.jobs import ROOT, Watched, called, cli
 from tests.launchers.kubernetes.simulated_cluster import Machine, SimulatedCluster, why_not
 from tests.launchers.kubernetes.submitted import Submitted
 from tests.world import PACED, TINY, TINY_TASK
@@ -42,7 +42,7 @@ def test_a_job_lives_through_what_happens_to_pods_on_a_simulated_cluster(
         labels = {"network.topology.nvidia.com/leaf": leaf, "network.topology.nvidia.com/spine": "spine"}
         cluster.api.put("", "nodes", {"metadata": {"name": machine, "labels": labels}})
     endless = (*IN_PODS, *PACED, *TINY_TASK, "nodes=2", "steps=100000", "checkpoint.every_steps=50")
-    done = cli(tmp_path, "name=life", *endless, "attach=false")
+    done = called(tmp_path, "name=life", *endless, "attach=false")
     assert done.returncode == 0, done.stdout + done.stderr
     job = Submitted(tmp_path, "life")
     job.until_advanced(1)
@@ -85,8 +85,8 @@ def test_a_job_lives_through_what_happens_to_pods_on_a_simulated_cluster(
     cluster.lose(machine, ago_s=60)  # nothing replaces its pod: a finalizer holds it, however hard it is deleted
     cluster.api.delete(coordinator, 0)
     job.until_true(lambda: bool(job.events("waiting")), "the reason")
-    assert "if it is down for good: fsdp-jobs resume life" in cli(tmp_path, "status", "life").stdout
-    replaced = cli(tmp_path, "resume", "life")
+    assert "if it is down for good: fsdp-jobs resume life" in called(tmp_path, "status", "life").stdout
+    replaced = called(tmp_path, "resume", "life")
     assert replaced.returncode == 0 and f"machine {machine} is given up" in replaced.stdout, replaced.stderr
     again = lambda: len(job.events("adopted")) == 2 or job.rounds() > rounds  # noqa: E731 (by then leases may be over)
     job.until_true(again, "a new coordinator has the nodes")
@@ -114,7 +114,7 @@ def test_a_job_lives_through_what_happens_to_pods_on_a_simulated_cluster(
     again = [e["step"] for e in job.events("resumed") if e["time"] > since]
     assert all(at >= step for at in again), f"steps are done again: {again} of {step}"
 
-    stopped = cli(tmp_path, "cancel", "life")
+    stopped = called(tmp_path, "cancel", "life")
     assert stopped.returncode == 0 and "life stopped: cancelled; saved at step" in stopped.stdout, stopped.stdout
     (root,) = [j for j in cluster.api.all("batch", "jobs") if j["spec"]["completions"] == 1]
     assert cluster.finished(root) == "Failed"
@@ -161,8 +161,9 @@ def test_shard_groups_stay_under_one_switch_by_the_labels_of_a_simulated_cluster
         cluster.machines[machine] = Machine(machine, 4)
         labels = {"network.topology.nvidia.com/leaf": f"leaf{number % 2}", "network.topology.nvidia.com/spine": "s"}
         cluster.api.put("", "nodes", {"metadata": {"name": machine, "labels": labels}})
-    pairs = ("nodes=4", "fsdp=hybrid_shard", "fsdp.shard_group=2", "steps=3", "data.global_batch=8")
-    done = cli(tmp_path, "name=pairs", *JOB, *pairs, timeout=400)
+    (tmp_path / "quick.py").write_text("print('done')")
+    pairs = ("nodes=4", "fsdp=hybrid_shard", "fsdp.shard_group=2", f"script={tmp_path}/quick.py")
+    done = cli(tmp_path, "name=pairs", *IN_PODS, *pairs, timeout=400)
     assert done.returncode == 0 and "pairs: done" in done.stdout, done.stdout + done.stderr
     (begun,) = Submitted(tmp_path, "pairs").events("round_started")
     by_number = dict(zip(begun["nodes"], begun["hosts"], strict=True))
@@ -182,23 +183,23 @@ def test_two_users_of_a_name_on_a_simulated_cluster_and_nodes_that_find_no_machi
     assert first.returncode == 0, first.stdout + first.stderr
     job = Submitted(tmp_path / "ada", "same")
     job.until_true(lambda: bool(job.events("waiting") and cluster.running("coordinator")), "the coordinator alone runs")
-    shown = cli(tmp_path / "ada", "status", "same").stdout
+    shown = called(tmp_path / "ada", "status", "same").stdout
     assert "cannot be scheduled: 0/2 nodes are available" in shown, shown
 
     second = cli(tmp_path / "bob", *JOB, "name=same", "nodes=2", "attach=false", LOGNAME="bob")
     assert second.returncode == 0, second.stdout + second.stderr  # his nodes find machines, and wait for his files
     job.until(lambda: len(cluster.pods("coordinator")) == 2, "bob's coordinator")
     job.until(lambda: not cluster.running("trainer") and len(cluster.pods("trainer")) == 4, "they end by themselves")
-    assert "belongs to a run of ada" in cli(tmp_path / "bob", "status", "same").stdout
-    assert "is not running" in cli(tmp_path / "bob", "cancel", "same").stdout
+    assert "belongs to a run of ada" in called(tmp_path / "bob", "status", "same").stdout
+    assert "is not running" in called(tmp_path / "bob", "cancel", "same").stdout
     assert len(cluster.running("coordinator")) == 1
     assert not (cluster.claim / "same" / "stop").exists()
 
-    stopped = cli(tmp_path / "ada", "cancel", "same")
+    stopped = called(tmp_path / "ada", "cancel", "same")
     assert stopped.returncode == 0 and "same stopped: cancelled" in stopped.stdout, stopped.stdout + stopped.stderr
     waiting = [p for p in cluster.pods("trainer") if p["status"]["phase"] == "Pending"]
     assert not waiting, "they ask for machines for ever"
-    assert "stopped" in cli(tmp_path / "ada", "status", "same").stdout
+    assert "stopped" in called(tmp_path / "ada", "status", "same").stdout
 
 
 def test_a_policy_drops_packets_until_the_shipped_one_lets_the_pods_of_a_simulated_cluster_talk(
@@ -206,20 +207,20 @@ def test_a_policy_drops_packets_until_the_shipped_one_lets_the_pods_of_a_simulat
 ) -> None:
     deny = {"spec": {"podSelector": {}, "policyTypes": ["Ingress", "Egress"]}}
     cluster.enforce(deny)
-    done = cli(tmp_path, "name=cut", *JOB, "nodes=2", "steps=100000", "attach=false")
+    done = called(tmp_path, "name=cut", *IN_PODS, *PACED, *TINY_TASK, "nodes=2", "steps=100000", "attach=false")
     assert done.returncode == 0, done.stdout + done.stderr
     job = Submitted(tmp_path, "cut")
     job.until_true(lambda: bool(job.events("waiting")), "the reason")
-    shown = cli(tmp_path, "status", "cut").stdout
+    shown = called(tmp_path, "status", "cut").stdout
     assert "no connection to the coordinator at cut-" in shown and "timed out" in shown, shown
     assert "deploy/kubernetes/network-policy.yaml" in shown, shown
     assert not job.rounds()
 
     cluster.enforce(deny, yaml.safe_load((ROOT / "deploy/kubernetes/network-policy.yaml").read_text()))
     job.until_advanced(1)
-    shown = cli(tmp_path, "status", "cut").stdout
+    shown = called(tmp_path, "status", "cut").stdout
     assert "no connection" not in shown and "running" in shown, shown
-    stopped = cli(tmp_path, "cancel", "cut")
+    stopped = called(tmp_path, "cancel", "cut")
     assert stopped.returncode == 0 and "cut stopped: cancelled" in stopped.stdout, stopped.stdout + stopped.stderr
 
 
@@ -245,7 +246,7 @@ PROGRAMS = {"plain": programs.PLAIN, "library": programs.LIBRARY, **programs.MOR
 def test_a_program_loses_a_pod_on_a_simulated_cluster(cluster: SimulatedCluster, tmp_path: Path, name: str) -> None:
     program, image = PROGRAMS[name], f"{programs.EXAMPLES}/"  # this machine's files, where real pods have their image's
     overrides = program.overrides(STEPS, "/run/claim/own", image)
-    done = cli(tmp_path, f"name={name}", *IN_PODS, *overrides, "nodes=2", "attach=false")
+    done = called(tmp_path, f"name={name}", *IN_PODS, *overrides, "nodes=2", "attach=false")
     assert done.returncode == 0, done.stdout + done.stderr
     job = Submitted(tmp_path, name)
     job.until_true(lambda: program.has_saved(job), "a step after the first save")
