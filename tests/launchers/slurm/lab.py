@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -18,8 +19,19 @@ import psutil
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.processes import all_processes, command_of
 from fsdp_jobs.run.verdict import Verdict
-from tests.jobs import ROOT, Watched, cli
+from tests.jobs import ROOT, Watched, cli, environment
 from tests.world import tiny_for
+
+# Runs several commands in one process, because each would import the same; prints the exit code and output of each.
+_SEVERAL = """
+import contextlib, io, json, sys
+from fsdp_jobs.cli.main import main
+for args in json.loads(sys.argv[1]):
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        code = main(args)
+    print(json.dumps([code, said.getvalue()]))
+"""
 
 CLUSTER = ROOT / "deploy" / "slurm" / "cluster"
 ON_CPU = ("cluster=slurm", "cluster.accelerator=cpu", "hardware=cpu", "nproc_per_node=2")
@@ -60,6 +72,19 @@ class Lab:
         """`fsdp-jobs ARGS` on the login node."""
         under = [str(CLUSTER), "run", "login"]
         return cli(folder, *args, under=under, FSDP_JOBS_SLURM=str(self.folder), **env)
+
+    def several(self, folder: Path, *commands: Sequence[str], under: Sequence[str] = ()) -> list[tuple[int, str]]:
+        """Exit code and output of each of some commands that one process runs on the login node."""
+        start = under or [str(CLUSTER), "run", "login"]
+        ran = subprocess.run(
+            [*start, sys.executable, "-c", _SEVERAL, json.dumps(commands)],
+            cwd=folder,
+            env=environment(folder, FSDP_JOBS_SLURM=str(self.folder)),
+            capture_output=True,
+            text=True,
+        )
+        assert ran.returncode == 0, ran.stdout + ran.stderr
+        return [tuple(json.loads(line)) for line in ran.stdout.splitlines()]
 
     def crash(self, node: str) -> None:
         self.do("crash", node)

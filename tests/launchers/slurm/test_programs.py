@@ -23,17 +23,22 @@ def until_done(job: SlurmJob, check: Callable[[SlurmJob, int], None]) -> None:
     check(job, STEPS)
 
 
-def test_a_plain_program_loses_an_agent_and_one_with_the_library_is_requeued(lab: Lab, tmp_path: Path) -> None:
+def test_a_plain_program_loses_an_agent(lab: Lab, tmp_path: Path) -> None:
     programs.copied(tmp_path)
     with slurm_job(lab, tmp_path, "plain", *programs.PLAIN.overrides(STEPS), *HERE, tiny=False) as plain:
         plain.until(lambda: programs.PLAIN.has_saved(plain), "a step after the first save", 150)
         plain.agent(1).send_signal(signal.SIGKILL)
-        with slurm_job(lab, tmp_path, "library", *programs.LIBRARY.overrides(STEPS), *HERE, tiny=False) as library:
-            library.until(lambda: library.step() >= 14, "a step after the first save", 150)
-            lab.on_login("scontrol", "requeue", library.id)
-            library.until(lambda: library.run.last_attempt() == 1, "the next attempt", 120)
-            until_done(plain, programs.PLAIN.check_went_on)
-            until_done(library, programs.LIBRARY.check_went_on)
+        until_done(plain, programs.PLAIN.check_went_on)
+
+
+@pytest.mark.soak
+def test_a_program_with_the_library_is_requeued(lab: Lab, tmp_path: Path) -> None:
+    programs.copied(tmp_path)
+    with slurm_job(lab, tmp_path, "library", *programs.LIBRARY.overrides(STEPS), *HERE, tiny=False) as library:
+        library.until(lambda: library.step() >= 14, "a step after the first save", 150)
+        lab.on_login("scontrol", "requeue", library.id)
+        library.until(lambda: library.run.last_attempt() == 1, "the next attempt", 120)
+        until_done(library, programs.LIBRARY.check_went_on)
 
 
 @pytest.mark.soak
