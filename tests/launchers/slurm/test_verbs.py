@@ -52,27 +52,10 @@ def test_without_slurm_a_submission_says_so_and_a_plan_works(tmp_path: Path) -> 
     assert cli(tmp_path, "plan", "cluster=slurm", "nodes=4", "model=llama3_70b", PATH="/nowhere").returncode == 0
 
 
-# Runs several commands in one process, because each would import the same; prints the exit code and output of each.
-SEVERAL = """
-import contextlib, io, json, sys
-from fsdp_jobs.cli.main import main
-for args in json.loads(sys.argv[1]):
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        code = main(args)
-    print(json.dumps([code, said.getvalue()]))
-"""
-
-
 def test_bad_input_is_refused_with_our_keys_and_nothing_is_written(lab: Lab, tmp_path: Path) -> None:
     names = [[] if override.startswith("name=") else ["name=bad"] for override in REFUSED]
     commands = [[*ON_CPU, *TINY, *name, override] for name, override in zip(names, REFUSED, strict=True)]
-    on_login = [str(CLUSTER), "run", "login", sys.executable, "-c", SEVERAL, json.dumps(commands)]
-    env = environment(tmp_path, FSDP_JOBS_SLURM=str(lab.folder))
-    ran = subprocess.run(on_login, cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    for (override, expected), line in zip(REFUSED.items(), ran.stdout.splitlines(), strict=True):
-        code, said = json.loads(line)
+    for (override, expected), (code, said) in zip(REFUSED.items(), lab.several(tmp_path, *commands), strict=True):
         assert code == 2, f"{override}: {said}"
         for words in expected:
             assert words in said, f"{override}: {said}"
