@@ -17,6 +17,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -38,6 +39,7 @@ NOT_FINITE = "its values were not finite when it was saved"
 NOT_AGREED = "replicas did not hold the same bits when it was saved"
 OTHER_VERSION = "is of another version of fsdp_jobs"
 _DAMAGED = f"{MANIFEST}.damaged"
+_AT_ONCE = 32  # requests to a store
 _REPLACED = ".replaced"  # suffix of a step while another save of it takes its place
 _NAME = re.compile(r"step-(\d{8,})")
 _NAME_IN_STORE = re.compile(r"step-(\d{8,})\.[\w-]+")
@@ -150,7 +152,8 @@ def find_checkpoints(checkpoints: Path) -> list[Path]:
         OSError: the folder exists and cannot be listed: `glob` would find nothing there.
     """
     if is_object_store(checkpoints):
-        folders = [f for f in _holding(checkpoints, MANIFEST) if _NAME_IN_STORE.fullmatch(f.name)]
+        steps = [f for f in checkpoints.glob("step-*") if _NAME_IN_STORE.fullmatch(f.name)]
+        folders = _which(steps, lambda folder: _exists(folder / MANIFEST))
     else:
         there = checkpoints.iterdir() if checkpoints.exists() else ()
         folders = [f for f in there if _NAME.fullmatch(f.name) and f.is_dir()]
@@ -159,18 +162,19 @@ def find_checkpoints(checkpoints: Path) -> list[Path]:
 
 def find_on_nodes(checkpoints: Path) -> list[Path]:
     """Return the steps that are on the nodes' own disks but not yet committed here, newest first."""
-    there = _holding(checkpoints, SHARDS)
-    committed = find_checkpoints(checkpoints) if there else []
-    return _newest_first([folder for folder in there if folder not in committed])
-
-
-def _holding(checkpoints: Path, name: str) -> list[Path]:
-    """Return the folders of steps that hold a file; of a store by one listing: `glob` makes several for each folder."""
+    committed = {*find_checkpoints(checkpoints)}
     if is_object_store(checkpoints):
-        files = checkpoints.fs.find(checkpoints.path)  # type: ignore[attr-defined]
-        parts = [file.removeprefix(checkpoints.path).strip("/").partition("/") for file in files]  # type: ignore[attr-defined]
-        return [f for f in (checkpoints / folder for folder, _, file in parts if file == name) if is_checkpoint(f)]
-    return [file.parent for file in checkpoints.glob(f"step-*/{name}")]
+        others = [f for f in checkpoints.glob("step-*") if f not in committed]
+        folders = _which(others, lambda folder: _exists(folder / SHARDS))
+    else:
+        folders = [file.parent for file in checkpoints.glob(f"step-*/{SHARDS}") if file.parent not in committed]
+    return _newest_first(folders)
+
+
+def _which(folders: list[Path], is_so: Callable[[Path], bool]) -> list[Path]:
+    """Return the folders of which a store says so: it is asked about many at once, where `glob` asks one by one."""
+    with ThreadPoolExecutor(_AT_ONCE) as several:
+        return [*itertools.compress(folders, several.map(is_so, folders))]
 
 
 def find_all(checkpoints: Path) -> list[tuple[Path, str]]:
@@ -341,13 +345,20 @@ def remove(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _may_exist(file: Path) -> bool:
-    """Whether a file exists, or that is unknown: `exists` of many stores calls an error of the connection a no."""
-    try:
+def _exists(file: Path) -> bool:
+    """Whether a file exists. An error of the connection is raised: `exists` of many stores calls it a no."""
+    with suppress(FileNotFoundError):
         file.stat()
-    except Exception as e:  # clients of object stores raise any exception
-        return not isinstance(e, FileNotFoundError)
-    return True
+        return True
+    return False
+
+
+def _may_exist(file: Path) -> bool:
+    """Whether a file exists, or that is unknown."""
+    try:
+        return _exists(file)
+    except Exception:  # clients of object stores raise any exception
+        return True
 
 
 def remove_failed(temporary: Path) -> None:
@@ -372,8 +383,7 @@ def remove_unfinished(checkpoints: Path) -> None:
                 replaced.rename(place)
         except OSError as e:
             raise CannotReadHere(replaced, e) from e
-    committed = find_checkpoints(checkpoints) if in_store else []
-    for folder in {*checkpoints.glob("step-*" if in_store else "step-*.tmp")}.difference(committed):
-        finished = in_store and (_may_exist(folder / MANIFEST) or _may_exist(folder / _DAMAGED))
-        if not finished and not _may_exist(folder / SHARDS):
-            remove(folder)
+    finished = (MANIFEST, _DAMAGED, SHARDS) if in_store else (SHARDS,)
+    steps = [*checkpoints.glob("step-*" if in_store else "step-*.tmp")]
+    for folder in _which(steps, lambda folder: not any(_may_exist(folder / name) for name in finished)):
+        remove(folder)
