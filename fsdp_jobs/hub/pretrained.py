@@ -9,7 +9,7 @@ import json
 import pickle
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.keys import dotted
 from fsdp_jobs.config.schema import HfConfig, JobConfig, LlamaConfig, ModelConfig
 from fsdp_jobs.hub.huggingface import folder_of, is_hf, transformers
+from fsdp_jobs.models.llama import hf_name
 from fsdp_jobs.models.weights import copy_local_part, plain_name, weights_of
 from fsdp_jobs.run.table import listed
 
@@ -117,7 +118,8 @@ def open_source(model: nn.Module, config: JobConfig, path: Path, key: str) -> So
         BadInput: nothing there can be read.
     """
     (shapes, fill), weights = _open(path, key), weights_of(model)
-    found, left_over = match(shapes, weights.keys(), config.init_key_map)
+    in_hf = {hf_name(name): name for name in weights} if isinstance(config.model, LlamaConfig) else {}
+    found, left_over = match(shapes, weights.keys(), config.init_key_map, in_hf)
     filled = {id(weights[name]) for name in found}  # tied weights have several names, and any of them will do
     missing = [plain_name(n) for n, p in model.named_parameters() if id(p) not in filled]
     return Source(shapes, fill, found, missing, left_over)
@@ -181,11 +183,13 @@ def _check_tied(source: Source, targets: dict[str, Tensor]) -> None:
         raise BadInput.at(f"init_from: {listed([*copies])}", what, "model.tie_embeddings=false")
 
 
-def match(source: Iterable[str], model: Collection[str], key_map: list[str]) -> tuple[dict[str, str], list[str]]:
+def match(
+    source: Iterable[str], model: Collection[str], key_map: list[str], in_hf: Mapping[str, str]
+) -> tuple[dict[str, str], list[str]]:
     """Match names: the model's -> the source's, and those of the source that match none.
 
     The source's names go through the key map first; then names that are not the model's lose one common prefix, or get
-    one of the model's, whichever matches most.
+    one of the model's, or are transformers' (`in_hf`: those -> the model's), whichever matches most.
     """
     rules = [entry.partition("=>") for entry in key_map]
     mapped: dict[str, str] = {}
@@ -202,7 +206,8 @@ def match(source: Iterable[str], model: Collection[str], key_map: list[str]) -> 
         with_off = {new: name for new, name in mapped.items() if new.startswith(off)}
         return {new if new in model else put + new.removeprefix(off): name for new, name in with_off.items()}
 
-    candidates = max((renamed(*pair) for pair in pairs), key=lambda names: len(names.keys() & set(model)))
+    ways = [*(renamed(*pair) for pair in pairs), {in_hf.get(new, new): name for new, name in mapped.items()}]
+    candidates = max(ways, key=lambda names: len(names.keys() & set(model)))
     left_over = [name for new, name in candidates.items() if new not in model and not name.startswith(_NO_WEIGHTS)]
     return {new: name for new, name in candidates.items() if new in model}, left_over
 

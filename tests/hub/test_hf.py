@@ -202,7 +202,7 @@ def _from_elsewhere(folder: str) -> tuple[dict[str, float], dict[str, str]]:
     ours = [*TINY_LLAMA, "model.norm_eps=1e-6", "steps=1"]
     renamed = "init_key_map=[" + ",".join(f"'{rule}'" for rule in _TO_OURS) + "]"
     sources = {
-        "llama": [renamed],
+        "llama": [],
         "model.pt": [],
         "titan": ["init_rope=interleaved"],
         "titan_model": ["init_rope=interleaved"],
