@@ -45,7 +45,7 @@ def local(tensor: Tensor) -> Tensor:
 
 def checksum(tensor: Tensor) -> Tensor:
     """Return the sum of a tensor's words times increasing odd numbers, modulo 2^64: any one flipped bit changes it."""
-    bits = tensor.detach().contiguous().flatten()
+    bits = tensor.detach().contiguous().resolve_conj().flatten()
     bits = bits.view(_BITS.get(bits.element_size(), torch.int64))
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     size = _BLOCK_CPU if bits.device.type == "cpu" else _BLOCK

@@ -302,10 +302,11 @@ def checkpointer(model: nn.Module, optimizer: torch.optim.Optimizer, **others: S
             differs between ranks, or has no state_dict.
         RuntimeError: there is one already.
     """
+    one = "put several networks into one nn.Module, with one optimizer"
     for name, other in others.items():
         what = f"{name} is a {type(other).__name__}"
         if isinstance(other, nn.Module | torch.optim.Optimizer):
-            raise TypeError(f"{what}: only one model and one optimizer can be saved")
+            raise TypeError(f"{what}, and a job saves one model and one optimizer: {one}")
         if isinstance(other, DataLoader):
             cure = "begin it at a step by job.ElasticSampler, or save where a stream is that all ranks read"
             raise TypeError(f"{what}, whose state is of one rank and one world: {cure}")
@@ -313,7 +314,7 @@ def checkpointer(model: nn.Module, optimizer: torch.optim.Optimizer, **others: S
             raise TypeError(f"{what} without state_dict and load_state_dict")
     job = _the_job()
     if job.checkpoints is not None:
-        raise RuntimeError("a job has one checkpointer: put several networks into one nn.Module, with one optimizer")
+        raise RuntimeError(f"a job has one checkpointer: {one}")
     job.timer.watch(model)
     of_job = (job.device, job.attempt, job.restart, job.on_restored, job.report)
     job.checkpoints = Checkpointer(job.run, job.config, job.layout, model, optimizer, others, *of_job)

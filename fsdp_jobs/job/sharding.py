@@ -115,7 +115,7 @@ def make_equal(model: nn.Module, on_cpu: dist.ProcessGroup) -> None:
 
 def _send(tensor: Tensor, group: dist.ProcessGroup | None = None) -> None:
     """Send rank 0's tensor to all, as bytes: gloo and NCCL do not know every dtype."""
-    whole = tensor.contiguous()
+    whole = tensor.contiguous().resolve_conj()
     dist.broadcast(whole.flatten().view(torch.uint8), src=0, group=group)
     tensor.copy_(whole)
 

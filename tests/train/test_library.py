@@ -183,6 +183,8 @@ def test_a_loader_that_only_knows_its_own_ranks_place_is_refused_at_the_start() 
     optimizer = torch.optim.SGD(model.parameters())
     with pytest.raises(TypeError, match=r"loader is a StatefulDataLoader, whose state is of one rank.*ElasticSampler"):
         job.checkpointer(model, optimizer, loader=StatefulDataLoader([1, 2]))
+    with pytest.raises(TypeError, match=r"mean is a AveragedModel, .*put several networks into one nn.Module"):
+        job.checkpointer(model, optimizer, mean=torch.optim.swa_utils.AveragedModel(model))
 
 
 def _unequal(_: str) -> list[bool]:
@@ -195,16 +197,17 @@ def _unequal(_: str) -> list[bool]:
     torch.manual_seed(0)
     model = torch.nn.Embedding(64, 8)
     model.codes = torch.nn.Buffer(torch.full((2, 3), dist.get_rank(), dtype=torch.int16).t())  # gloo has no such dtype
+    model.turns = torch.nn.Buffer(torch.full((2,), 1j * dist.get_rank()).conj())
     model.edges = torch.nn.Buffer(torch.eye(3).to_sparse(), persistent=False)
     with torch.no_grad():
         model.weight[-1] = dist.get_rank()
     make_equal(model, dist.group.WORLD)  # type: ignore[arg-type]
-    return [bool((model.weight[-1] == 0).all()), bool((model.codes == 0).all())]
+    return [bool((tensor == 0).all()) for tensor in (model.weight[-1], model.codes, model.turns)]
 
 
 @pytest.mark.integration
 def test_ranks_begin_with_rank_0s_weights_wherever_they_differ() -> None:
-    assert run_world(2, _unequal, "") == [[True, True], [True, True]]
+    assert run_world(2, _unequal, "") == [[True] * 3] * 2
 
 
 @pytest.mark.integration
