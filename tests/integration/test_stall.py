@@ -18,7 +18,7 @@ pytestmark = pytest.mark.integration
 def test_a_hanging_rank_is_found_named_and_restarted(tmp_path: Path) -> None:
     overrides = ["model=custom", "model._target_=tests.models.hangs_at_step_6", "model.wrap_classes=[Block]"]
     overrides += [*TINY_TASK, "data.micro_batch=4", "steps=12", "elastic.stall_timeout_s=3", "fsdp=full_shard"]
-    with job(tmp_path, "hang", *overrides, nodes="2", nproc=1, tiny=False) as hang:
+    with job(tmp_path, "hang", *overrides, nodes="1", nproc=2, tiny=False) as hang:
         assert hang.wait().verdict == "done"
         stalled = hang.events("stalled")
         assert len(stalled) == 1
@@ -118,7 +118,7 @@ def test_a_program_in_which_one_rank_saves_is_found_and_the_rank_named_with_a_mo
 
 def test_a_program_that_computes_in_silence_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "deadlock.py").write_text(_DEADLOCK)
-    with job(tmp_path, "computes", *_DEADLOCKS, nodes="2", nproc=1, tiny=False, COMPUTE="yes") as busy:
+    with job(tmp_path, "computes", *_DEADLOCKS, nodes="1", nproc=2, tiny=False, COMPUTE="yes") as busy:
         assert busy.wait().verdict == "done", busy.story()
         assert not busy.events("stalled") and "computed" in busy.run.rank_log(0, 0, 0).read_text()
 
@@ -142,7 +142,7 @@ small_library.main()
 def test_saves_that_take_longer_than_steps_may_are_waited_for(tmp_path: Path) -> None:
     (tmp_path / "slow_disk.py").write_text(_SLOW_DISK)
     keys = ("script=slow_disk.py", "script_args=--steps=7", "checkpoint.every_steps=5", "elastic.stall_timeout_s=3")
-    with job(tmp_path, "slow", *keys, nodes="2", nproc=1, tiny=False) as slow:
+    with job(tmp_path, "slow", *keys, nodes="1", nproc=2, tiny=False) as slow:
         assert slow.wait(150).verdict == "done", slow.story()
         assert [e["step"] for e in slow.events("checkpoint")] == [5, 7]
         assert all(e["seconds"] > 4 for e in slow.events("checkpoint"))
