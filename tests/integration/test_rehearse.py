@@ -32,7 +32,7 @@ def rehearsed(folder: Path, fault: str, *overrides: str) -> str:
 
 
 def test_a_flipped_bit_in_memory_costs_nothing(tmp_path: Path) -> None:
-    assert "in memory" in rehearsed(tmp_path, "flip_bit", "fsdp=full_shard")
+    assert "in memory" in rehearsed(tmp_path, "flip_bit", "fsdp=full_shard", "nproc_per_node=1")
 
 
 @pytest.mark.soak
@@ -62,7 +62,7 @@ def test_snapshots_that_are_off_cannot_be_rehearsed(tmp_path: Path) -> None:
 
 
 def test_a_rehearsal_that_cannot_recover_says_fail(tmp_path: Path) -> None:
-    done = cli(tmp_path, "rehearse", "kill_rank", "elastic.max_failures_without_progress=0", "checkpoint.keep=1")
+    done = cli(tmp_path, "rehearse", "kill_rank", "elastic.max_failures_without_progress=0", "nproc_per_node=1")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "FAIL kill_rank: the job ended infrastructure" in done.stdout
 
@@ -74,7 +74,7 @@ def test_an_unknown_fault_names_those_there_are(tmp_path: Path) -> None:
 
 
 def test_the_job_of_a_rehearsal_that_is_ended_ends_with_it(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "fsdp_jobs", "rehearse", "kill_rank"]
+    command = [sys.executable, "-m", "fsdp_jobs", "rehearse", "kill_rank", "nproc_per_node=1"]
     rehearsal = subprocess.Popen(command, cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.DEVNULL)
     runs_dir = str(tmp_path / "runs")
     while not (runs := runs_in(runs_dir)):
