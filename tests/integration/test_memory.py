@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,16 @@ import pytest
 from fsdp_jobs.tiers.memory.slots import slots_in
 from tests.jobs import signal_all
 from tests.netns import Fabric, NetnsJob, needs_netns, netns_job
-from tests.world import undisturbed_losses
+from tests.world import run_world, train_here
 
-pytestmark = [pytest.mark.integration, needs_netns, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.integration, needs_netns, pytest.mark.timeout(900)]
 
-STEPS = "steps=48"
 EACH_STEP = ("checkpoint.memory.every_steps=1", "checkpoint.every_steps=0", "elastic.join_window_s=0")
 FULL = "fsdp.strategy=full_shard"
-HYBRID = ("fsdp.strategy=hybrid_shard", "fsdp.shard_group=2")
+JOBS = {
+    "full": ("steps=80", FULL),
+    "hybrid": ("steps=48", "fsdp.strategy=hybrid_shard", "fsdp.shard_group=2"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +33,8 @@ def fabric() -> Iterator[Fabric]:
         yield four
 
 
-def job_on(fabric: Fabric, folder: Path, *overrides: str) -> AbstractContextManager[NetnsJob]:
-    return netns_job(fabric, folder, "kept", STEPS, "nodes=4", "nproc_per_node=1", *EACH_STEP, *overrides)
+def job_on(fabric: Fabric, folder: Path, *overrides: str, on: Sequence[str] = ()) -> AbstractContextManager[NetnsJob]:
+    return netns_job(fabric, folder, "kept", "nodes=4", "nproc_per_node=1", *EACH_STEP, *overrides, on=on)
 
 
 def memories_of(fabric: Fabric, node: str) -> list[Path]:
@@ -41,47 +43,53 @@ def memories_of(fabric: Fabric, node: str) -> list[Path]:
     return sorted(folders, key=lambda folder: folder.stat().st_mtime)
 
 
-def kept(fabric: Fabric) -> int:
-    """The newest step of which all machines have snapshots, with copies elsewhere; -1 for none.
+def kept(fabric: Fabric, nodes: Sequence[str] = ()) -> int:
+    """The newest step of which these machines, or all, have snapshots, with copies elsewhere; -1 for none.
 
     That may be some steps ago: a rank whose last snapshot is not yet copied vetoes the next one.
     """
     newest = []
-    for node in fabric.nodes:
+    for node in nodes or fabric.nodes:
         found = [(slot.snapshot(), slot) for folder in memories_of(fabric, node)[-1:] for slot in slots_in(folder)]
         copied = [(s.term, s.step) for s, slot in found if s is not None and slot.copied.exists()]
         newest.append(max(copied, default=(-1, -1)))
     return min(newest)[1] if len({term for term, _ in newest}) == 1 else -1
 
 
+def _calm(folder: str) -> dict[str, dict[int, float]]:
+    names = ("full", "hybrid")
+    return {n: dict(enumerate(train_here(f"{folder}/{n}", JOBS[n], nodes=4), start=1)) for n in names}
+
+
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, float]]:
     """Losses of jobs that nothing happens to, by strategy."""
-    folder = tmp_path_factory.mktemp("calm")
-    return {
-        name: undisturbed_losses(folder / name, 4, 4, STEPS, *sharding)
-        for name, sharding in (("full", (FULL,)), ("hybrid", HYBRID))
-    }
+    losses: dict[str, dict[int, float]] = run_world(4, _calm, str(tmp_path_factory.mktemp("calm")))[0]
+    return losses
 
 
-@pytest.mark.parametrize("sharding", ["full", "hybrid"])
+def lose_two_machines(fabric: Fabric, job: NetnsJob) -> None:
+    """One after the other: of a step that all machines had nothing is lost."""
+    for lost in ("node3", "node1"):
+        begun = job.step()
+        job.until(lambda at=begun: kept(fabric) >= at + 4, "snapshots")  # type: ignore[misc]
+        all_had, rounds = kept(fabric), len(job.events("resumed"))
+        job.crash(lost)
+        job.until(lambda n=rounds: len(job.events("round_broken")) > n, "the loss is noticed")  # type: ignore[misc]
+        job.replace(lost)
+        job.until(lambda n=rounds: len(job.events("resumed")) > n, "resumed")  # type: ignore[misc]
+        resumed = job.events("resumed")[-1]
+        assert resumed["place"] == "memory" and resumed["step"] >= all_had, (all_had, job.story())
+        assert resumed["sent"] > 0, "the new machine had nothing"
+
+
 def test_a_lost_machine_costs_no_step_that_all_had(
-    fabric: Fabric, tmp_path: Path, calm: dict[str, dict[int, float]], sharding: str
+    fabric: Fabric, tmp_path: Path, calm: dict[str, dict[int, float]]
 ) -> None:
-    with job_on(fabric, tmp_path, *((FULL,) if sharding == "full" else HYBRID)) as job:
-        for lost, at in (("node3", 8), ("node1", 20)):
-            job.until(lambda at=at: kept(fabric) >= at, "snapshots")  # type: ignore[misc]
-            all_had = kept(fabric)
-            job.crash(lost)
-            job.until(lambda: job.events("round_broken"), "the loss is noticed")
-            job.replace(lost)
-            rounds = len(job.events("resumed"))
-            job.until(lambda n=rounds: len(job.events("resumed")) > n, "resumed")  # type: ignore[misc]
-            resumed = job.events("resumed")[-1]
-            assert resumed["place"] == "memory" and resumed["step"] >= all_had, (all_had, job.story())
-            assert resumed["sent"] > 0, "the new machine had nothing"
+    with job_on(fabric, tmp_path, *JOBS["hybrid"]) as job:
+        lose_two_machines(fabric, job)
         assert job.wait().verdict == "done", job.story()
-        assert job.losses() == calm[sharding]
+        assert job.losses() == calm["hybrid"]
 
 
 def empty(folder: Path) -> None:
@@ -92,7 +100,7 @@ def empty(folder: Path) -> None:
 
 
 def test_memory_is_damaged_emptied_and_lost(fabric: Fabric, tmp_path: Path, calm: dict[str, dict[int, float]]) -> None:
-    with job_on(fabric, tmp_path, FULL, "checkpoint.every_steps=5") as job:
+    with job_on(fabric, tmp_path, *JOBS["full"], "checkpoint.every_steps=5") as job:
 
         def resumed(times: int) -> dict[str, Any]:
             job.until(lambda: len(job.events("resumed")) == times, "resumed")
@@ -120,13 +128,15 @@ def test_memory_is_damaged_emptied_and_lost(fabric: Fabric, tmp_path: Path, calm
             job.until_step(restart["step"] + 6)
         assert restart["place"] == "memory" and list(emptied.glob("*.data")), job.story()
 
+        lose_two_machines(fabric, job)
+        restart = job.events("resumed")[-1]
         job.until(lambda: job.events("checkpoint")[-1]["step"] > restart["step"], "a save in this round")
         done, pair = job.step(), ("node1", "node3")  # in network order, half of all nodes apart
         for node in pair:
             job.crash(node)
         for node in pair:
             job.replace(node)
-        restart = resumed(4)
+        restart = resumed(6)
         assert restart["place"] == "storage" and restart["step"] >= done - 6, job.story()
         shards = job.events("checkpoint_failed")[-1]["error"].partition("shards ")[2].partition(" of 4")[0]
         assert {"0", "2"} <= {*shards.split(", ")}, job.story()  # and of the newest step others that had not got to it
@@ -135,11 +145,12 @@ def test_memory_is_damaged_emptied_and_lost(fabric: Fabric, tmp_path: Path, calm
 
 
 def test_fewer_ranks_restart_from_the_snapshots_of_more(fabric: Fabric, tmp_path: Path) -> None:
-    with job_on(fabric, tmp_path, FULL, "nodes=2:4", "elastic.join_window_s=5") as job:
-        job.until(lambda: kept(fabric) >= 10, "snapshots")
-        all_had = kept(fabric)
-        job.crash("node4")
+    three = fabric.nodes[:3]
+    with job_on(fabric, tmp_path, "steps=30", FULL, "nodes=2:3", "elastic.join_window_s=5", on=three) as job:
+        job.until(lambda: kept(fabric, three) >= 10, "snapshots")
+        all_had = kept(fabric, three)
+        job.crash("node3")
         job.until(lambda: job.events("resumed"), "resumed")
         resumed = job.events("resumed")[-1]
-        assert (resumed["place"], resumed["world_size"]) == ("memory", 3) and resumed["step"] >= all_had, job.story()
+        assert (resumed["place"], resumed["world_size"]) == ("memory", 2) and resumed["step"] >= all_had, job.story()
         assert job.wait().verdict == "done", job.story()
