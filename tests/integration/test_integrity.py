@@ -15,11 +15,12 @@ from tests.world import TINY_TASK
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 
-TASK = (*TINY_TASK, "steps=30", "optim.grad_clip_norm=0.1", "elastic.join_window_s=0", "nproc_per_node=1")
+TASK = (*TINY_TASK, "steps=20", "optim.grad_clip_norm=0.1", "elastic.join_window_s=0", "nproc_per_node=1")
 MODEL = ("model=custom", "model._target_=tests.models.flips_a_bit", "model.wrap_classes=[Block]")
 ASKED = ("integrity.every_steps=1", "checkpoint.every_steps=5", "checkpoint.keep=0", "elastic.heartbeat_interval_s=0.1")
 SNAPSHOTS = ("checkpoint.memory.every_steps=1",)
 TWO = ("nodes=2", "fsdp=no_shard")
+TWO_ON_A_NODE = ("nodes=1", "nproc_per_node=2", "fsdp=no_shard")  # where it is not the nodes that are told apart
 THREE = ("nodes=3", "fsdp=no_shard")
 HYBRID = ("nodes=3", "nproc_per_node=2", "fsdp=hybrid_shard", "fsdp.shard_group=2")
 ONCE, ALWAYS = "0", "0,1,2,3,4,5"  # rounds
@@ -38,7 +39,7 @@ def agreed(flipped: Job) -> dict[int, bool | None]:
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     """Losses of two replicas to which nothing happens."""
-    with flipping(tmp_path_factory.mktemp("calm"), "", *TWO, *ASKED) as undisturbed:
+    with flipping(tmp_path_factory.mktemp("calm"), "", *TWO_ON_A_NODE, *ASKED) as undisturbed:
         assert undisturbed.wait().verdict == "done", undisturbed.story()
         assert not undisturbed.events("corruption"), "a false alarm"
         marks = agreed(undisturbed)
@@ -48,40 +49,41 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 
 PARAMETER = (THREE, "1:0:12:parameter-3:17:20", "model.")
 MOMENT = (HYBRID, "3:0:12:exp_avg_sq-5:9:3", "optim.state.")
+MOMENT_ON_A_NODE = ((*HYBRID, "nodes=1", "nproc_per_node=6"), *MOMENT[1:])
 
 
 @pytest.mark.parametrize(
     ("how", "sharding", "flip", "tensor"),
     [
-        pytest.param(ASKED, *PARAMETER, id="asked-parameter"),
-        pytest.param(SNAPSHOTS, *MOMENT, id="snapshots-moment"),
-        pytest.param(ASKED, *MOMENT, id="asked-moment", marks=pytest.mark.soak),
-        pytest.param(SNAPSHOTS, *PARAMETER, id="snapshots-parameter", marks=pytest.mark.soak),
+        pytest.param(ASKED, *MOMENT_ON_A_NODE, id="asked-moment"),
+        pytest.param(SNAPSHOTS, *PARAMETER, id="snapshots-parameter"),
+        pytest.param(ASKED, *PARAMETER, id="asked-parameter", marks=pytest.mark.soak),
+        pytest.param(SNAPSHOTS, *MOMENT, id="snapshots-moment", marks=pytest.mark.soak),
     ],
 )
 def test_of_three_replicas_the_one_with_a_flipped_bit_is_named(
     tmp_path: Path, how: tuple[str, ...], sharding: tuple[str, ...], flip: str, tensor: str
 ) -> None:
-    rank = int(flip[0])
+    rank, node = int(flip[0]), 0 if "nodes=1" in sharding else 1
     with flipping(tmp_path, flip, *sharding, *how) as flipped:
         assert flipped.wait().verdict == "done", flipped.story()
         first, *later = flipped.events("corruption")
-        assert (first["finding"], first["ranks"], first["nodes"]) == ("outvoted", [rank], [1]), first
+        assert (first["finding"], first["ranks"], first["nodes"]) == ("outvoted", [rank], [node]), first
         assert 12 <= first["step"] <= 14 and first["agreed"] < first["step"], first
         assert any(t.startswith(tensor) for t in first["tensors"]) and len(first["tensors"]) <= 4, first
         assert not later, "it goes on, and was told"
         if how == ASKED:
             marks = agreed(flipped)
-            assert marks[5] is True and marks[15] is marks[30] is False, marks
+            assert marks[5] is True and marks[15] is marks[20] is False, marks
         shown = cli(tmp_path, "status", "flips").stdout
-        assert f"rank {rank} on node 1" in shown, shown
+        assert f"rank {rank} on node {node}" in shown, shown
 
 
-@pytest.mark.parametrize("how", [ASKED, SNAPSHOTS], ids=["asked", "snapshots"])
+@pytest.mark.parametrize(("how", "sharding"), [(ASKED, TWO_ON_A_NODE), (SNAPSHOTS, TWO)], ids=["asked", "snapshots"])
 def test_of_two_replicas_a_replay_tells_which_was_wrong(
-    tmp_path: Path, how: tuple[str, ...], calm: dict[int, float]
+    tmp_path: Path, how: tuple[str, ...], sharding: tuple[str, ...], calm: dict[int, float]
 ) -> None:
-    with flipping(tmp_path, f"1:{ONCE}:12:parameter-3:17:20", *TWO, *how, "integrity.action=restart") as flipped:
+    with flipping(tmp_path, f"1:{ONCE}:12:parameter-3:17:20", *sharding, *how, "integrity.action=restart") as flipped:
         assert flipped.wait().verdict == "done", flipped.story()
         found, judged = flipped.events("corruption")
         assert (found["finding"], found["ranks"]) == ("two", [0, 1]), found
@@ -100,7 +102,7 @@ def test_of_two_replicas_a_replay_tells_which_was_wrong(
 
 def test_what_happens_again_is_said_so_and_not_tried_for_ever(tmp_path: Path) -> None:
     flip = f"1:{ALWAYS}:12:parameter-3:17:20"
-    with flipping(tmp_path, flip, *TWO, *ASKED, "integrity.action=restart") as flipped:
+    with flipping(tmp_path, flip, *TWO_ON_A_NODE, *ASKED, "integrity.action=restart") as flipped:
         assert flipped.wait().verdict == "done", flipped.story()
         assert [e["finding"] for e in flipped.events("corruption")] == ["two", "reproduced"]
         assert len(flipped.events("round_started")) == 2
@@ -108,11 +110,17 @@ def test_what_happens_again_is_said_so_and_not_tried_for_ever(tmp_path: Path) ->
 
 def test_a_rank_that_computes_wrong_ends_and_counts_against_its_machine(tmp_path: Path) -> None:
     model = ("model=custom", "model._target_=tests.models.computes_wrong", "model.wrap_classes=[Block]", "steps=12")
-    asked = ("nodes=3", "fsdp=full_shard", "integrity.probe_every_steps=4", "integrity.action=restart")
+    asked = (
+        "nodes=1",
+        "nproc_per_node=3",
+        "fsdp=full_shard",
+        "integrity.probe_every_steps=4",
+        "integrity.action=restart",
+    )
     with job(tmp_path, "wrong", *TASK, *model, *asked, "checkpoint.every_steps=3", tiny=False, WRONG="1:11") as wrong:
         assert wrong.wait().verdict == "done", wrong.story()
         found, *_ = wrong.events("corruption")  # it begins again in the next round
-        assert (found["finding"], found["ranks"], found["nodes"]) == ("computed", [1], [1]), found
+        assert (found["finding"], found["ranks"], found["nodes"]) == ("computed", [1], [0]), found
         assert (found["step"], found["agreed"]) == (8, 4), found
         broken, *_ = wrong.events("round_broken")
         assert "ComputesWrong" in broken["why"] and broken["blamed"], broken
