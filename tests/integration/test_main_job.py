@@ -31,7 +31,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
 
 
 def test_everything_killed_and_resumed_on_other_ranks(tmp_path: Path, undisturbed: dict[int, float]) -> None:
-    with job(tmp_path, "moved", STEPS, "checkpoint.every_steps=8", "log_every_steps=1") as moved:
+    with job(tmp_path, "moved", STEPS, "checkpoint.every_steps=8", "log_every_steps=1", nodes="1", nproc=4) as moved:
         moved.until_step(random.randint(17, 30))
         moved.kill()
         moved.resume("nodes=1", "nproc_per_node=1", "fsdp=full_shard")
@@ -131,7 +131,7 @@ def test_a_job_saves_by_the_clock_when_asked_and_when_cancelled_and_torchx_knows
     def handle() -> str:
         return str(asked.run.read_job()["handle"])
 
-    with job(tmp_path, "asked", *PACED, "steps=4000", "checkpoint.every_minutes=0.03", nproc=1) as asked:
+    with job(tmp_path, "asked", *PACED, "steps=4000", "checkpoint.every_minutes=0.03", nodes="1", nproc=1) as asked:
         asked.until(lambda: len(asked.events("checkpoint")) >= 2, "checkpoints by the clock")
         taken = len(asked.events("checkpoint"))
         asked.run.save_request.touch()
@@ -191,7 +191,7 @@ def test_an_error_in_the_users_code_stops_the_job_and_is_shown(tmp_path: Path) -
     done = cli(
         tmp_path,
         "name=bug",
-        "nodes=2",
+        "nodes=1",
         "nproc_per_node=1",
         "model=custom",
         "model._target_=tests.models.fails_at_step_3",
