@@ -20,10 +20,10 @@ def test_a_run_is_killed_and_resumed_from_a_simulated_object_store(tmp_path: Pat
     with simulated_store() as bucket:
         place = f"checkpoint.dir=s3://{bucket}/mine"
         with job(
-            tmp_path, "cloud", place, "steps=12", "checkpoint.every_steps=4", "checkpoint.keep=2", nproc=1
+            tmp_path, "cloud", place, "steps=12", "checkpoint.every_steps=4", "checkpoint.keep=2", nodes="1"
         ) as first:
             first.until(lambda: bool(first.events("checkpoint")), "a checkpoint")
-            first.ranks(1)[0].kill()
+            first.ranks(0)[1].kill()
             assert first.wait().verdict == "done", first.story()
             assert first.events("resumed"), first.story()
         run = RunDir(tmp_path / "runs" / "cloud")
