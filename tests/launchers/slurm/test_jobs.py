@@ -34,14 +34,14 @@ def test_a_job_survives_a_killed_agent_a_signal_and_a_requeue(lab: Lab, tmp_path
 
     requeues; its losses show nothing of it. Preemption: test_gpu_site.
     """
-    with slurm_job(lab, tmp_path, "asked", "nodes=1:2", *QUICK, *ENDLESS) as job:
+    with slurm_job(lab, tmp_path, "asked", "nodes=1:2", ONE_RANK, *QUICK, *ENDLESS) as job:
         job.until_attempt(0)
         (first,) = job.rounds()
         assert first["hosts"] == ["node1", "node2"]
-        assert first["world_size"] == 4
+        assert first["world_size"] == 2
 
         job.agent(1).send_signal(signal.SIGKILL)
-        job.until(lambda: [r["world_size"] for r in job.rounds()] == [4, 2, 4], "one node, then two again")
+        job.until(lambda: [r["world_size"] for r in job.rounds()] == [2, 1, 2], "one node, then two again")
         job.progress()
 
         lab.on_login("scancel", "--signal=USR1", job.id)
