@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_jobs.run.directory import RunDir
-from tests.jobs import cli, environment, killed_at
+from tests.jobs import called, cli, environment, killed_at
 from tests.launchers.docker.daemon import docker
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
@@ -23,7 +23,7 @@ def one(image: str, tmp_path: Path) -> Iterator[list[str]]:
     name = f"one{tmp_path.name[-3:]}"
     where = ["cluster=docker", f"cluster.image={image}"]
     yield [f"name={name}", "script=sleeps.py", "nodes=1", "nproc_per_node=1", "attach=false", *where]
-    cli(tmp_path, "cancel", name, "--now")
+    called(tmp_path, "cancel", name, "--now")
 
 
 def containers(folder: Path) -> list[str]:
@@ -35,7 +35,7 @@ def folder_name(folder: Path) -> str:
     return f"one{folder.name[-3:]}"
 
 
-@pytest.mark.parametrize("count", [8, pytest.param(50, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("count", [4, pytest.param(50, marks=pytest.mark.soak)])
 def test_of_many_submissions_of_one_name_at_once_exactly_one_is_taken(
     one: list[str], tmp_path: Path, count: int
 ) -> None:
@@ -63,7 +63,7 @@ def test_a_submission_that_is_killed_is_found_again(
     assert subprocess.run(command, cwd=tmp_path, env=environment(tmp_path), capture_output=True).returncode == -9
     run = RunDir(tmp_path / "runs" / folder_name(tmp_path))
     assert run.pending_launcher == "docker_fsdp" and len(containers(tmp_path)) == 2 * jobs
-    rows = json.loads(cli(tmp_path, "status", "--json").stdout)
+    rows = json.loads(called(tmp_path, "status", "--json").stdout)
     assert len(rows) == jobs, rows
     again = cli(tmp_path, *one)
     assert again.returncode == (2 if jobs else 0), again.stdout + again.stderr

@@ -16,7 +16,7 @@ HERE = ("nodes=2", "nproc_per_node=1", "cluster.cpus=1", "elastic.join_window_s=
 STEPS = 80
 
 
-def test_programs_with_and_without_the_library_lose_a_container(image: str, tmp_path: Path) -> None:
+def test_a_program_without_the_library_loses_a_container(image: str, tmp_path: Path) -> None:
     programs.copied(tmp_path)
     with docker_job(tmp_path, "plain", image, *programs.PLAIN.overrides(STEPS), *HERE, tiny=False) as plain:
         plain.until(lambda: programs.PLAIN.has_saved(plain), "a step after the first save", 150)
@@ -24,18 +24,13 @@ def test_programs_with_and_without_the_library_lose_a_container(image: str, tmp_
         assert plain.wait().verdict == "done", plain.story()
         programs.PLAIN.check_went_on(plain, STEPS)
         assert (plain.run.path / "own" / "newest").read_text() == str(STEPS), "it works in the run directory"
-    with docker_job(tmp_path, "library", image, *programs.LIBRARY.overrides(STEPS), *HERE, tiny=False) as library:
-        library.until(lambda: library.step() >= 14, "a step after the first save", 150)
-        docker("kill", library.container("node-0"))
-        assert library.wait().verdict == "done", library.story()
-        programs.LIBRARY.check_went_on(library, STEPS)
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", programs.MORE)
+@pytest.mark.parametrize("name", ["library", *programs.MORE])
 def test_every_program_loses_a_container(image: str, tmp_path: Path, name: str) -> None:
     programs.copied(tmp_path)
-    program = programs.MORE[name]
+    program = {"library": programs.LIBRARY, **programs.MORE}[name]
     with docker_job(tmp_path, name, image, *program.overrides(STEPS), *HERE, tiny=False) as job:
         job.until(lambda: program.has_saved(job), "a step after the first save", 240)
         docker("kill", job.container("node-1"))
