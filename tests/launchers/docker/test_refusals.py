@@ -24,7 +24,7 @@ from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.launchers.docker.containers import connected
 from fsdp_jobs.launchers.docker.validate import _gpus
-from tests.jobs import cli, environment, hear_ctrl_c
+from tests.jobs import called, environment, hear_ctrl_c
 from tests.launchers.docker.daemon import docker
 
 pytestmark = pytest.mark.integration
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.integration
 
 def refusal(folder: Path, *overrides: str, **env: str) -> str:
     """What the command says to something that it refuses."""
-    done = cli(folder, "cluster=docker", *overrides, **env)
+    done = called(folder, "cluster=docker", *overrides, **env)
     said = done.stdout + done.stderr
     assert done.returncode == 2, said
     assert "Traceback" not in said and len(said.splitlines()) < 25
@@ -48,28 +48,28 @@ def test_no_daemon(tmp_path: Path) -> None:
 
 def test_without_a_daemon_a_dry_run_shows_the_containers(tmp_path: Path) -> None:
     job = ("cluster=docker", "nodes=2", "name=a", "dry_run=true", "--output", "yaml")
-    shown = cli(tmp_path, *job, DOCKER_HOST="unix:///nowhere/docker.sock")
+    shown = called(tmp_path, *job, DOCKER_HOST="unix:///nowhere/docker.sock")
     assert shown.returncode == 0, shown.stdout + shown.stderr
     content = yaml.safe_load(shown.stdout)
     assert [c["hostname"] for c in content["containers"]] == ["coordinator", "node-0", "node-1"]
     for words in ("no Docker daemon answers", "not checked: the image", "assumed: a daemon that runs as root", "FITS"):
         assert words in shown.stderr, shown.stderr
     assert not (tmp_path / "runs").exists()
-    small = cli(tmp_path, *job, "cluster.memory=64m", DOCKER_HOST="unix:///nowhere/docker.sock")
+    small = called(tmp_path, *job, "cluster.memory=64m", DOCKER_HOST="unix:///nowhere/docker.sock")
     assert small.returncode == 2 and "ranks need" in small.stderr, "what the keys say alone is checked all the same"
-    elsewhere = cli(tmp_path, *job, DOCKER_HOST="ssh://somewhere.example")
+    elsewhere = called(tmp_path, *job, DOCKER_HOST="ssh://somewhere.example")
     assert elsewhere.returncode == 2 and "another machine's Docker" in elsewhere.stderr
 
 
 def test_doctor_says_whether_the_image_works(image: str, tmp_path: Path) -> None:
-    done = cli(tmp_path, "doctor", "cluster=docker", f"cluster.image={image}")
+    done = called(tmp_path, "doctor", "cluster=docker", f"cluster.image={image}")
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(rf"{image}: fsdp_jobs \S+ torch 2\.", done.stdout) and " CPUs, " in done.stdout, done.stdout
     left = docker("ps", "--all", "--quiet", "--filter", f"ancestor={image}")
     assert left == "", "the container that was tried is gone"
-    other = cli(tmp_path, "doctor", "cluster=docker", "cluster.image=fsdp_jobs-test-base")
+    other = called(tmp_path, "doctor", "cluster=docker", "cluster.image=fsdp_jobs-test-base")
     assert other.returncode == 1 and "-> docker build -t fsdp_jobs-test-base" in other.stdout, other.stdout
-    none = cli(tmp_path, "doctor", "cluster=docker", "cluster.image=nobody/has-this:1", "hardware=h100")
+    none = called(tmp_path, "doctor", "cluster=docker", "cluster.image=nobody/has-this:1", "hardware=h100")
     assert none.returncode == 1 and "this Docker has no such image" in none.stdout, none.stdout
     assert "the job needs 16 GPUs, one per rank; this machine has" in none.stdout, none.stdout
 
@@ -102,7 +102,7 @@ def test_a_doctor_that_is_interrupted_leaves_no_container(image: str, tmp_path: 
 
 
 def test_doctor_without_a_daemon(tmp_path: Path) -> None:
-    done = cli(tmp_path, "doctor", "cluster=docker", DOCKER_HOST="unix:///nowhere/docker.sock")
+    done = called(tmp_path, "doctor", "cluster=docker", DOCKER_HOST="unix:///nowhere/docker.sock")
     assert done.returncode == 1 and "no Docker daemon answers" in done.stdout, done.stdout + done.stderr
     assert "-> start Docker Desktop, or: sudo systemctl start docker" in done.stdout
 
@@ -140,7 +140,7 @@ def test_a_full_disk_is_named_and_gets_its_room_back(docker_daemon: None, small_
     (tmp_path / "large.py").write_text("#" * (9 << 20))
     job = ("cluster=docker", "cluster.image=fsdp_jobs-test-nothing", "name=full", f"runs_dir={small_disk}")
     try:
-        refused = cli(tmp_path, *job)
+        refused = called(tmp_path, *job)
     finally:
         docker("rmi", "fsdp_jobs-test-nothing")
     assert refused.returncode == 2, refused.stdout + refused.stderr
