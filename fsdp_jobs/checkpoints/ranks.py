@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
 from fsdp_jobs.checkpoints import catalog
 from fsdp_jobs.checkpoints.blocks import FileSums
 from fsdp_jobs.checkpoints.catalog import METADATA, NOT_FINITE, CannotReadHere, Manifest
-from fsdp_jobs.checkpoints.storage import SafeReader, lacking_in
+from fsdp_jobs.checkpoints.storage import SafeReader, lacking_in, load
 
 _MOST_THREADS = 4  # each may hold a tensor that it has read
 _PATIENCE_S = 30.0  # until another machine's file must be visible here
@@ -90,6 +91,21 @@ class Ranks:
             if any(isinstance(cause, OSError) for cause, _ in e.failures.values()):
                 self.gather(None)
             raise
+
+    def load(self, state: dict[str, Tensor], reader: SafeReader) -> None:
+        """Read the tensors of `state`, each rank by its own plan: DCP gathers and scatters those of all ranks.
+
+        Raises:
+            CheckpointException: on all ranks, with the errors of those that failed.
+        """
+        own = {}
+        try:
+            load(state, reader)
+        except CheckpointException as e:
+            own = e.failures
+        failures = {rank: failure for rank, of_rank in enumerate(self.gather(own)) for failure in of_rank.values()}
+        if failures:
+            raise CheckpointException("load", failures)
 
     def _confirmed(self, folder: Path, files: Mapping[str, FileSums | None], contents: bool = False) -> list[str]:
         """Read files, each rank its part; read apparent damage again, on another node or from the disk.

@@ -306,12 +306,15 @@ class SafeReader(FileSystemReader):
         self.fs: _SummedFileSystem = _SummedFileSystem(files)
         self.path: Path = shards or folder
         self.folder = folder
+        self._metadata: Metadata | None = None
 
     def read_metadata(self, *_args: Any, **_kwargs: Any) -> Metadata:
-        with self.fs.create_stream(self.folder / METADATA, "rb") as f:
-            metadata = cast(Metadata, _MetadataUnpickler(io.BytesIO(f.read())).load())
-        metadata.storage_meta = StorageMeta(load_id=self.load_id)
-        return metadata
+        """Read it once: DCP asks again, and it has an entry for each tensor of each rank."""
+        if self._metadata is None:
+            with self.fs.create_stream(self.folder / METADATA, "rb") as f:
+                self._metadata = cast(Metadata, _MetadataUnpickler(io.BytesIO(f.read())).load())
+        self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return self._metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read in file order, each thread its part.
@@ -347,8 +350,13 @@ def _sums_in(folder: Path) -> dict[str, FileSums]:
         return {}
 
 
-def load_alone(folder: Path, state: dict[str, Tensor]) -> None:
-    """Read the tensors of `state` from a checkpoint, in a single process."""
+def load(state: dict[str, Tensor], reader: SafeReader) -> None:
+    """Read the tensors of `state`, by a plan of this process alone."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # about the missing process group
-        dcp.load(state, storage_reader=SafeReader(folder, _sums_in(folder)), no_dist=True)
+        dcp.load(state, storage_reader=reader, no_dist=True)
+
+
+def load_alone(folder: Path, state: dict[str, Tensor]) -> None:
+    """Read the tensors of `state` from a checkpoint, in a single process."""
+    load(state, SafeReader(folder, _sums_in(folder)))

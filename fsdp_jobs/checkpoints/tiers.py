@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
@@ -193,7 +192,7 @@ class SharedStorage(Tier):
                 metadata = reader.read_metadata()
                 state = self.state.to_load(metadata, name, manifest.world_size == self.ranks.world)
                 fetch(state, metadata)
-                dcp.load(state, storage_reader=reader, process_group=self.ranks.group)
+                self.ranks.load(state, reader)
             except CheckpointException as e:
                 kind = Damaged if shards is None else OSError  # other disks may have what one lacks
                 if self.is_certain(name) or not any(isinstance(cause, kind) for cause, _ in e.failures.values()):
