@@ -351,7 +351,7 @@ def _sums_in(folder: Path) -> dict[str, FileSums]:
 
 
 def load(state: dict[str, Tensor], reader: SafeReader) -> None:
-    """Read the tensors of `state`, by a plan of this process alone."""
+    """Read the tensors of `state`; other ranks need not call it, and exchange no plans."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # about the missing process group
         dcp.load(state, storage_reader=reader, no_dist=True)

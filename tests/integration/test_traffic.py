@@ -69,7 +69,7 @@ def test_groups_are_inside_a_leaf_switch(measured: dict[str, Result]) -> None:
     assert near.uplink == pytest.approx(near.uplink_predicted["gloo"], rel=WITHIN)
 
 
-@pytest.mark.soak  # the same job without what it is told of the switches: it sends more
+@pytest.mark.soak  # without a topology the same job sends more between the switches
 def test_groups_inside_a_leaf_switch_spare_its_uplink(measured: dict[str, Result]) -> None:
     near, blind = measured["near"], measured["blind"]
     print("\n" + "\n".join(table({"near": near, "blind": blind})))
