@@ -16,7 +16,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
@@ -160,9 +160,8 @@ def find_checkpoints(checkpoints: Path) -> list[Path]:
     return _newest_first(folders)
 
 
-def find_on_nodes(checkpoints: Path) -> list[Path]:
+def find_on_nodes(checkpoints: Path, committed: Collection[Path]) -> list[Path]:
     """Return the steps that are on the nodes' own disks but not yet committed here, newest first."""
-    committed = {*find_checkpoints(checkpoints)}
     if is_object_store(checkpoints):
         others = [f for f in checkpoints.glob("step-*") if f not in committed]
         folders = _which(others, lambda folder: _exists(folder / SHARDS))
@@ -179,8 +178,9 @@ def _which(folders: list[Path], is_so: Callable[[Path], bool]) -> list[Path]:
 
 def find_all(checkpoints: Path) -> list[tuple[Path, str]]:
     """Return both kinds, committed ones first, each with the name of its manifest."""
-    committed = [(folder, MANIFEST) for folder in find_checkpoints(checkpoints)]
-    return committed + [(folder, SHARDS) for folder in find_on_nodes(checkpoints)]
+    committed = find_checkpoints(checkpoints)
+    on_nodes = find_on_nodes(checkpoints, committed)
+    return [(folder, MANIFEST) for folder in committed] + [(folder, SHARDS) for folder in on_nodes]
 
 
 def _newest_first(folders: list[Path]) -> list[Path]:
@@ -315,10 +315,11 @@ def prune(checkpoints: Path, keep: int) -> list[Path]:
     Raises:
         CannotReadHere: this machine cannot verify one of them; nothing was removed.
     """
-    on_nodes = find_on_nodes(checkpoints)
+    committed = find_checkpoints(checkpoints)
+    on_nodes = find_on_nodes(checkpoints, committed)
     if not keep and not on_nodes:
         return []  # without a look at every file of thousands of checkpoints
-    faults = {folder: verify(folder, shards=False) for folder in find_checkpoints(checkpoints)}
+    faults = {folder: verify(folder, shards=False) for folder in committed}
     whole = [f for f, found in faults.items() if not found]
     not_finite = [f for f, found in faults.items() if found == [NOT_FINITE]]
     differed = [f for f in whole if Manifest.read(f).agreed is False]

@@ -221,8 +221,9 @@ def _ends_at_once(folder: str) -> int:
 
 def test_a_last_step_that_was_not_copied_is_copied_by_the_next_resume(tmp_path: Path) -> None:
     run_world(2, _cut_off, str(tmp_path))
-    assert [step_of(f) for f in find_checkpoints(RunDir(tmp_path).checkpoints)] == [2]
-    assert [step_of(f) for f in find_on_nodes(RunDir(tmp_path).checkpoints)] == [4]
+    committed = find_checkpoints(RunDir(tmp_path).checkpoints)
+    assert [step_of(f) for f in committed] == [2]
+    assert [step_of(f) for f in find_on_nodes(RunDir(tmp_path).checkpoints, committed)] == [4]
     assert run_world(2, _ends_at_once, str(tmp_path)) == [4, 4]
     assert [step_of(f) for f in find_checkpoints(RunDir(tmp_path).checkpoints)] == [4, 2]
     for node in range(2):
