@@ -282,6 +282,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if (module, name) == ("builtins", "getattr"):
             return _enum_member
+        module = "pathlib" if module == "pathlib._local" else module  # Python 3.13's name of it
         if not is_dtype and (module, name) not in self._ALLOWED:
             raise pickle.UnpicklingError(f"{module}.{name} is not allowed in a checkpoint's metadata")
         found = super().find_class(module, name)

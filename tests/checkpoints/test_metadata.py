@@ -48,6 +48,12 @@ def test_metadata_sets_nothing_on_a_class() -> None:
     assert dict(vars(MetadataIndex)) == honest
 
 
+def test_a_path_is_read_as_any_python_wrote_it() -> None:
+    for module in (b"pathlib", b"pathlib._local"):  # Python 3.13 writes the second
+        text = b"c" + module + b"\nPosixPath\n(X\x01\x00\x00\x00atR."
+        assert _MetadataUnpickler(io.BytesIO(text)).load() == Path("a")
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_manifest_of_another_tool_is_not_taken_for_ours(tmp_path: Path) -> None:
     dcp.save({"w": torch.ones(3)}, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
