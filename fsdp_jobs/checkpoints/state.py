@@ -397,9 +397,10 @@ def _check_same_model(state: dict[str, Tensor], saved: dict[str, Any], checkpoin
     by_rank = Ranks().gather(lacking - of_frozen)  # pipeline stages have their own parameters
     wrong += [f"{name} is not here" for name in saved if all(name in of_rank for of_rank in by_rank)]
     if wrong:
+        kind = "optimizer" if all(name.startswith("optim.") for name in wrong) else "model"
         raise JobFailed(
-            f"{checkpoint} is of another model: {listed(wrong, separator='; ')}. "
-            "Use the model it was saved with, or another run name."
+            f"{checkpoint} is of another {kind}: {listed(wrong, separator='; ')}. "
+            f"Use the {kind} as it was at the save, or another run name."
         )
     if of_frozen and dist.get_rank() == 0:
         what = counted(len(by_parameter(of_frozen)), "parameter")

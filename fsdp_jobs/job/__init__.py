@@ -307,7 +307,8 @@ def checkpointer(model: nn.Module, optimizer: torch.optim.Optimizer, **others: S
         what = f"{name} is a {type(other).__name__}"
         if isinstance(other, nn.Module | torch.optim.Optimizer):
             raise TypeError(f"{what}, and a job saves one model and one optimizer: {one}")
-        if isinstance(other, DataLoader):
+        of_nodes = any(kind.__module__.startswith("torchdata.nodes") for kind in type(other).__mro__)
+        if isinstance(other, DataLoader) or of_nodes:
             cure = "begin it at a step by job.ElasticSampler, or save where a stream is that all ranks read"
             raise TypeError(f"{what}, whose state is of one rank and one world: {cure}")
         if not isinstance(other, Stateful):

@@ -179,10 +179,18 @@ def test_a_loader_that_only_knows_its_own_ranks_place_is_refused_at_the_start() 
         def load_state_dict(self, state: dict[str, int]) -> None:
             pass
 
+    class Loader:
+        """As torchdata.nodes', which reads from its beginning if `state_dict` was called before `load_state_dict`."""
+
+        __module__ = "torchdata.nodes.loader"
+        state_dict, load_state_dict = StatefulDataLoader.state_dict, StatefulDataLoader.load_state_dict
+
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters())
-    with pytest.raises(TypeError, match=r"loader is a StatefulDataLoader, whose state is of one rank.*ElasticSampler"):
-        job.checkpointer(model, optimizer, loader=StatefulDataLoader([1, 2]))
+    for loader in (StatefulDataLoader([1, 2]), Loader(), type("Mine", (Loader,), {})()):
+        what = rf"loader is a {type(loader).__name__}, whose state is of one rank.*ElasticSampler"
+        with pytest.raises(TypeError, match=what):
+            job.checkpointer(model, optimizer, loader=loader)
     with pytest.raises(TypeError, match=r"mean is a AveragedModel, .*put several networks into one nn.Module"):
         job.checkpointer(model, optimizer, mean=torch.optim.swa_utils.AveragedModel(model))
 
