@@ -43,7 +43,7 @@ _LOSS = re.compile(
 )
 _STEP = re.compile(
     rf"\b{_NO_TRAINING}(?:training +\[ *(?=\d+/\d+\] +eta)|iter\(train\) +\[ *|(?<!\|)\d+\|(?=\d+\|loss)|"
-    r"(?:global[_ ]?step|step|iter(?:ation)?|num_update|(?<=\[)batch)s?['\"]?\s*[:=#]?\s*['\"]?)"
+    r"(?:global[_ ]?step|step|iter(?:ation)?|num_update|(?<=\[)batch|batch(?=\W+\d+/\d))s?['\"]?\s*[:=#]?\s*['\"\[]?)"
     r"(?:\d+%\|.*\|\s*)?(?P<step>\d[\d,]*)(?![\d.]*[\w%])(?:\s*(?:/|of)\s*(?P<steps>\d[\d,]*))?",
     re.IGNORECASE,
 )
