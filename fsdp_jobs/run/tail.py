@@ -24,6 +24,7 @@ _SHORT_LINE = 1 << 9  # bytes of a line of metrics.jsonl, about
 _ERROR = re.compile(
     r"Error\b|Exception|Traceback|ERROR\b|CRITICAL|FATAL|Fatal|WARN|Watchdog caught|Killed|Segmentation fault|Bus error"
 )
+_MOVE = re.compile(r"\x1b\[[\d;?]*[A-HJKSTfhl]")  # of the cursor; colours stay
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +173,7 @@ def last_lines(file: Path, count: int) -> str:
 
 def shown(line: str) -> str:
     """Return what a terminal shows of a line: a progress bar replaces itself after each carriage return."""
-    return line.rstrip("\r").rpartition("\r")[2]
+    return _MOVE.sub("", line).rstrip("\r").rpartition("\r")[2]
 
 
 class Logs:

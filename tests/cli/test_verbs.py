@@ -210,6 +210,14 @@ def test_a_rank_that_never_began_is_not_a_silent_one(tmp_path: Path, capsys: pyt
         assert said in capsys.readouterr().err
 
 
+def test_of_a_progress_bar_logs_shows_the_newest_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = recorded_run(tmp_path)
+    write_atomic(run.rank_log(0, 0, 1), "\rsteps: 1/9\rsteps: 2/9\x1b[A\n\r\x1b[32msteps: 3/9\x1b[0m\x1b[K\n")
+    assert main(["logs", run.name, "--rank", "1", f"runs_dir={tmp_path}"]) == 0
+    told = "[node-0/rank-1] steps: 2/9\n[node-0/rank-1] \x1b[32msteps: 3/9\x1b[0m\n"
+    assert capsys.readouterr().out == told, "no cursor that moves over the lines before"
+
+
 def test_a_report_of_a_run_that_one_may_only_read_is_written_elsewhere(tmp_path: Path) -> None:
     run = recorded_run(tmp_path / "runs")
     (tmp_path / "runs").chmod(0o755)
