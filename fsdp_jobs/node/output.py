@@ -35,8 +35,15 @@ _LONGEST_LINE = 1 << 12  # bytes of a line that are parsed
 _NUMBER = r"[-+]?\d{1,3}(?:,\d{3})+\.\d+|[-+]?\d+\.?\d*(?:e[-+]?\d+)?|[-+]?inf|nan"
 _EVALUATING = ("val", "eval", "test", "valid", "validate", "validation", "evaluate", "evaluation")
 _NO_TRAINING = "".join(f"(?<!{word} )" for word in _EVALUATING)
+_EVALUATION = re.compile(  # at the beginning of a line or of its message, before any step
+    r"(?:(?!\b(?:step|iter|batch|epoch|loss)).)*?(?:^|[\[\]:|>]| - )\s*"
+    r"(?:val|eval|valid|validat\w+|evaluat\w+)\b(?![-=/.])",
+    re.IGNORECASE,
+)
+_NO_PART = "(?<!aux )(?<!balance )(?<!z-)"  # of a loss that has several
 _LOSS = re.compile(
-    rf"(?<![\w/]){_NO_TRAINING}(?:(?:train(?:ing)?|step|total|avg|mean|running|lm|reduced_train)[_ /])?"
+    rf"(?<![\w/]){_NO_PART}{_NO_TRAINING}"
+    r"(?:(?:train(?:ing)?|step|total|avg|mean|running|lm|reduced_train)[_ /])?"
     r"loss(?:_step| train|(?:/\w+)+)?"
     rf"['\"]?\s*[:=]?\s*['\"]?(?:tensor\()?(?!0(?![.\d]))(?P<loss>{_NUMBER})",  # 0 is a sum that has not begun
     re.IGNORECASE,
@@ -53,7 +60,7 @@ _BAR = re.compile(r"^\s*\d+%\|.*\| (?P<step>\d+)/(?P<steps>\d+) \[")
 _EPOCH = re.compile(r"\bepoch['\"]?\s*[:=]?\s*\[?(?P<epoch>\d+)", re.IGNORECASE)
 # Not `Train Epoch: 1 [640/60000 (1%)]`, which are samples.
 _OF_EPOCH = re.compile(
-    rf"\b{_NO_TRAINING}(?:epoch(?:: \[|\(train\) +\[| +)|train: \[?)(?P<epoch>\d+)(?:/\d+)?[\]:]?\s*"
+    rf"\b{_NO_TRAINING}(?:epoch(?:: \[|\(train\) +\[| +)|train: \[?)(?P<epoch>\d+)(?:/\d+)?[\]:]?\s*(?:\[train\]:\s*)?"
     r"(?:\d+%\|.*\||[\[|])\s*(?P<step>\d+)/\s*(?P<steps>\d+)",
     re.IGNORECASE,
 )
@@ -90,6 +97,8 @@ class Reader:
     def _read(self, line: str) -> Reading | None:
         if self._pattern is not None:
             return _reading(_groups(self._pattern, line))
+        if _EVALUATION.match(line):
+            return None
         loss = _groups(_LOSS, line)
         if (of_epoch := _groups(_OF_EPOCH, line)) and (loss or "%|" in line):
             return _reading(of_epoch | loss)
