@@ -97,9 +97,9 @@ class Reader:
     def _read(self, line: str) -> Reading | None:
         if self._pattern is not None:
             return _reading(_groups(self._pattern, line))
-        if _EVALUATION.match(line):
-            return None
         loss = _groups(_LOSS, line)
+        if loss and _EVALUATION.match(line):
+            return None
         if (of_epoch := _groups(_OF_EPOCH, line)) and (loss or "%|" in line):
             return _reading(of_epoch | loss)
         if self._loss and (bar := _groups(_BAR, line)):
