@@ -29,7 +29,7 @@ _CURES = {
     errno.ENOSPC: "make room there, then repeat the command",
     errno.EDQUOT: "make room in your quota, then repeat the command",
     errno.EACCES: "only its owner may do that; report and export write elsewhere by --out",
-    errno.EROFS: "choose another folder: runs_dir=..., or --out=... of report and export",
+    errno.EROFS: "choose another current folder, runs_dir=..., or --out=... of report and export",
     errno.ENOENT: "choose a folder that exists or can be made; repeat the command if something has just removed it",
     **dict.fromkeys((errno.ENOTDIR, errno.EISDIR, errno.EEXIST), "move it away, or give another name"),
     errno.ENAMETOOLONG: "a shorter name",
@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args == ["--version"]:
             print(f"fsdp_jobs {fsdp_jobs.__version__}", flush=True)
             return 0
-        if takes_program and {"--help", "-h"} & {*args[: habits.program_at(args)]}:
+        if verb == "submit" and {"--help", "-h"} & {*args[: habits.program_at(args)]}:
             show_help()
             return 0
         if verb == "submit" and args and args[0].isidentifier():

@@ -32,7 +32,7 @@ def data_problems(config: JobConfig, files: bool, shares_files: bool) -> Iterato
         yield from _tokenizer(data)
     if vocab and data.vocab_size > vocab:
         what = f"token ids go up to {data.vocab_size - 1}, the model has a vocabulary of {vocab}"
-        yield Problem(f"data.vocab_size={data.vocab_size}", what, "a model, or a tokenizer, of the other's size")
+        yield Problem(f"data.vocab_size={data.vocab_size}", what, "a larger model.vocab_size, or other data")
 
 
 def input_paths(config: JobConfig) -> Iterator[Path]:

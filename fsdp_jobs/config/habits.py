@@ -80,7 +80,7 @@ def meant_by(word: str) -> str:
     """Return the key that corresponds to a flag or an override of another tool; empty if none is known."""
     name, _, value = word.lstrip("-").partition("=")
     name = name.replace("-", "_")
-    if word.startswith("-") and name in _OUR_KEYS:
+    if name in _OUR_KEYS:
         return f"{name}={value or '...'}"
     last = name.rpartition(".")[2]
     if last in _PRECISION:

@@ -267,9 +267,10 @@ class _Composer:
                 self._parsed[text] = parsed(text)
             except HydraException:
                 key, is_given, value = text.partition("=")
-                what = "Hydra cannot read this value" if is_given else "is not of the form key=value"
-                quoted = f'"{key}={one_text(value)}"' if is_given else f"quote values; a program: script={key}"
-                return Problem(text, what, meant_by(text) or quoted)
+                if is_given:
+                    return Problem(text, "Hydra cannot read this value", f'"{key}={one_text(value)}"')
+                cure = meant_by(text) or f"quote values; a program: script={key}"
+                return Problem(text, "is not of the form key=value", cure)
         override = self._parsed[text]
         group = override.key_or_group
         if group not in self.options or override.is_sweep_override():

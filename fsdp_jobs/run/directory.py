@@ -350,7 +350,8 @@ def find_run(runs_dir: str, name: str) -> RunDir:
     """
     if not _NAME.fullmatch(name) or ".." in name:
         what = "not a valid run name: letters, digits, '.', '_' and '-', at most 100, no '/' and no '..'"
-        raise BadInput.at(f"name={name}", what, "runs_dir=... chooses the folder the run is in")
+        valid = "-".join(re.findall("[A-Za-z0-9]+(?:[._-][A-Za-z0-9]+)*", Path(name).name)) or "NAME"
+        raise BadInput.at(f"name={name}", what, f"{valid}; runs_dir=... chooses the folder the run is in")
     return RunDir(Path(runs_dir) / name)
 
 

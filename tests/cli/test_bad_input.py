@@ -86,6 +86,11 @@ CASES = [
     (["import-accelerate", "no.yaml"], "no.yaml: No such file or directory\n"),
     (["plan", "--svg", "no/folder/plan.svg"], "no/folder/plan.svg: No such file or directory"),
     (["dashboard", "--port", "70000"], "a port is a number from 0 to 65535"),
+    (["nodes", "4"], "nodes: not a verb\n      -> nodes=...\n"),
+    (["plan", "cluster", "slurm"], "cluster: is not of the form key=value\n      -> cluster=...\n"),
+    (["name=my run"], "-> my-run; runs_dir="),
+    (["status", "runs/first_1"], "-> first_1; runs_dir="),
+    (["data.vocab_size=32000"], "-> a larger model.vocab_size, or other data\n"),
     (["checkpoint.dir=s3://nobodys/runs"], "checkpoint.dir=s3://nobodys/runs: cannot be read: NoCredentialsError"),
 ]
 

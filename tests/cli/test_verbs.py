@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from fsdp_jobs.cli import jobs
+from fsdp_jobs.cli.follow import progress
 from fsdp_jobs.cli.main import VERBS, main
 from fsdp_jobs.config import terminal
 from fsdp_jobs.config.hydra import compose_job
@@ -21,6 +23,7 @@ from fsdp_jobs.config.schema import dump_config
 from fsdp_jobs.config.terminal import say
 from fsdp_jobs.run.directory import RunDir, runs_in, write_atomic
 from fsdp_jobs.run.identity import identity_of
+from fsdp_jobs.submit.overview import RunSummary
 from tests.jobs import ROOT, called, cli, environment
 from tests.recorded import recorded_run
 
@@ -254,3 +257,22 @@ def test_hydras_flags_may_stand_between_overrides_and_a_program(
     assert main(["nodes=2", "--cfg", "job", "seed=3", "train.py", "--lr", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert {"nodes: 2", "seed: 3", "script: train.py", "script_args: --lr 1"} <= {*lines}
+
+
+@pytest.mark.parametrize("verb", ["plan", "resume", "doctor", "rehearse"])
+def test_the_help_of_a_verb_that_composes_a_job_says_that_it_takes_overrides(
+    verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([verb, "-h"])
+    shown = capsys.readouterr().out
+    assert f"usage: fsdp-jobs {verb}" in shown and "key=value" in shown
+
+
+def test_a_full_bar_differs_from_an_empty_one_in_16_colours() -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, color_system="standard", width=120)
+    for step in (0, 4):
+        console.print(progress(RunSummary("first", "", "running", step=step, steps=4)))
+    empty, full = (line[: line.rindex("\u2501")] for line in screen.getvalue().splitlines())
+    assert empty != full
