@@ -80,17 +80,17 @@ def failures(run: RunDir, killed_at: float, exit_code: int) -> list[str]:
 
 def summary(run: RunDir, killed_at: float) -> str:
     metrics = list(read_json_lines(run.metrics))
-    resumed = next(e for e in events.read_events(run) if isinstance(e, events.Resumed) and e.time > killed_at)
-    reached = max(m["step"] for m in metrics if m["time"] < resumed.time)
-    replayed = [m for m in metrics if m["time"] > resumed.time]
-    again = sum(m["step"] <= reached for m in replayed)
+    after = [e for e in events.read_events(run) if e.time > killed_at]
+    reached = next(e.step for e in after if isinstance(e, events.RoundBroken))
+    resumed = next(e for e in after if isinstance(e, events.Resumed))
+    trained_at = next(m["time"] for m in metrics if m["time"] > resumed.time)
     command = Path(sys.executable).parent / "fsdp-jobs"
     fsdp_jobs = os.path.relpath(command) if command.exists() else "python -m fsdp_jobs"
     return f"""
 demo: node {NODE} was killed at step {reached}, and the job recovered by itself
   loss                    {metrics[0]["loss"]:.3f} -> {metrics[-1]["loss"]:.3f} over {metrics[-1]["step"]} steps
-  kill to the next step   {replayed[0]["time"] - killed_at:.1f} s, from the checkpoint of step {resumed.step}
-  steps done again        {again}
+  kill to the next step   {trained_at - killed_at:.1f} s, from the checkpoint of step {resumed.step}
+  steps done again        {reached - resumed.step}
 type next
   {fsdp_jobs} resume {run.name} steps={2 * metrics[-1]["step"]}
   {fsdp_jobs} export {run.name}

@@ -171,6 +171,7 @@ class RunStatus:
                 is_known = not self.is_read and (self.steps is not None or done > 0)
                 at, lost_steps = event.failed_at or event.time, lost if is_known else None
                 self.breaks.append(Break(at, event.why, done, lost_steps, is_planned=bool(event.is_planned)))
+                self.furthest = max(self.furthest, done)
             case events.Resumed():
                 for b in self.breaks:
                     if b.recovered_s is None:

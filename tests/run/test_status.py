@@ -417,3 +417,17 @@ def test_a_job_is_watched_to_its_end(tmp_path: Path) -> None:
     assert "stopped" in shown
     assert "old" not in shown
     assert "all runs have ended" in called(tmp_path, "status", "--watch").stdout
+
+
+def test_a_step_whose_line_a_failure_cut_off_counts_as_lost_everywhere(tmp_path: Path) -> None:
+    run = faulty_run(tmp_path, 1)  # with steps up to 4
+    broken = {"why": "node 1 is gone", "step": 5, "committed": 2}
+    add_line(run.events, {"time": 17.0, "event": "round_broken", "attempt": 0, **broken})
+    add_line(run.events, {"time": 18.0, "event": "round_started", "attempt": 0, "round": 1, **PLACED})
+    loaded = {"step": 2, "samples": 0, "world_size": 2}
+    add_line(run.events, {"time": 19.0, "event": "resumed", "attempt": 0, "round": 1, **loaded})
+    for step in range(3, 8):
+        add_line(run.metrics, {"step": step, "tokens_per_s": 1.0, "attempt": 0, "time": 20.0 + step})
+    status = RunStatus(run)
+    status.update()
+    assert status.breaks[-1].lost_steps == status.lost_steps == 3

@@ -59,7 +59,7 @@ function duration(seconds) {
 
 const many = (n, word) => `${n} ${word}${n === 1 ? "" : "s"}`;
 const short = (n) => Math.abs(n) >= 1e4 ? Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 2 }).format(n) : `${Number(n.toPrecision(5))}`;
-const clock = (time) => new Date(time * 1000).toLocaleString([], { month: "short", day: "numeric", hour: "2-digit", minute: "2-digit", second: "2-digit" });
+const clock = (time) => new Date(time * 1000).toLocaleString([], { month: "short", day: "numeric", hour: "2-digit", minute: "2-digit", second: "2-digit", hourCycle: "h23" });
 const badge = (state) => el("span", { class: `state ${state}` }, state);
 let said = inside?.said ?? "", folder = "runs";
 

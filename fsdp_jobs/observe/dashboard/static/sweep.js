@@ -64,7 +64,7 @@ function parallel(sweep, rows, scales, best) {
 }
 
 function overKey(sweep, rows, scale, best) {
-  const [width, height, left, bottom] = [320, 220, 52, 26];
+  const [width, height, left, bottom] = [320, 220, 70, 26];
   const objective = scaleOf(sweep.objective, rows.map((row) => `${row.objective}`));
   const x = (place) => left + 12 + place * (width - left - 40);
   const y = (place) => 30 + (1 - place) * (height - bottom - 46);
