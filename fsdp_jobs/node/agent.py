@@ -123,7 +123,9 @@ def run_agent(args: argparse.Namespace, signals: Signals) -> int:
     if config.script is not None:
         followers.append(Edits(program.what, run, attempt))
     if config.is_program:
-        followers.append(OutputMetrics(config.program.metrics, run, attempt, args.node, handler.states))
+        output = OutputMetrics(config.program.metrics, run, attempt, args.node, handler.states)
+        handler.before_end = output.settle
+        followers.append(output)
     followers.append(TrackerProcess(config, run, attempt, args.node))
     agent = Agent(spec, RankLogs(handler), handler, [*followers, *tiers])
     signals.pass_on(handler.notice)

@@ -156,6 +156,11 @@ class OutputMetrics:
                 for log in logs
             ]
 
+    def settle(self) -> None:
+        """Record the rest of what was printed."""
+        with self._lock:
+            self._look(is_end=True)
+
     def close(self) -> None:
         self._over.set()
         self._thread.join()
@@ -164,7 +169,7 @@ class OutputMetrics:
         while not self._over.wait(_EVERY_S):
             with self._lock:
                 self._look()
-        self._look(is_end=True)
+        self.settle()
 
     def _look(self, is_end: bool = False) -> None:
         if any(state.read().step >= 0 for state in self._states):

@@ -37,6 +37,7 @@ class CoordinatorRendezvous(rendezvous.RendezvousHandler):
         self.lease, self.lease_s = Lease(folder), lease_s(elastic)
         self.fresh_s = min(self.lease_s, unreachable_s(elastic))
         self.workers: Callable[[], list[Worker]] = list  # the newest processes, by local rank
+        self.before_end: Callable[[], None] = lambda: None  # once all ranks here are done
         self.is_stop_requested = False
         self.round = NO_ROUND  # the newest round of this node; `NO_ROUND` while it waits for one
         self.running_round = -1  # number of the round that ranks here were started for, even if it is over
@@ -196,6 +197,7 @@ class CoordinatorRendezvous(rendezvous.RendezvousHandler):
         return int(self._broken >= self.running_round or self.end is not None)
 
     def ended(self) -> None:
+        self.before_end()
         self.link.beat()
         self.has_ended = True
         self.link.send(messages.Ended())

@@ -323,3 +323,10 @@ def test_files_that_a_program_leaves_open_are_written_as_by_an_interpreter_that_
         for end in ("1-0", "0-1", "1-1"):
             assert (tmp_path / f"rows-{end}.csv").read_text() == "1,2\n"
         assert log_of(run, rank=1).count("of a library\n") == 2
+
+
+def test_the_end_of_a_job_names_the_last_step_that_its_program_printed(tmp_path: Path) -> None:
+    (tmp_path / "brief.py").write_text('for i in range(1, 4): print(f"step {i} loss {i}.0")')
+    for name in ("one", "two", "three"):
+        done = cli(tmp_path, f"name={name}", "nodes=1", "nproc_per_node=1", "elastic.join_window_s=0", "brief.py")
+        assert "1.000 -> 3.000 over 3 steps" in done.stdout, done.stdout
