@@ -69,16 +69,11 @@ def _words(row: RunSummary) -> list[str]:
     return [f"step {cells['step']}", *speed, f"ckpt {cells['checkpoint']}", f"eta {cells['eta']}"]
 
 
-def _bar(total: float | None, done: float, width: int) -> ProgressBar:
-    """Draw a bar that is green when it is full: rich's own green is grey, as an empty bar, in 16 colours."""
-    return ProgressBar(total, done, width, finished_style="green")
-
-
 def progress(row: RunSummary) -> Table:
     """Draw a run's state, and a bar of its steps."""
     step, *_, eta = _words(row)
     table, words = Table.grid(padding=(0, 2)), Text(f"{step}  {eta}", no_wrap=True, overflow="ellipsis")
-    table.add_row(Text(row.run, style="bold"), row.state, _bar(row.steps, row.step or 0, 24), words)
+    table.add_row(Text(row.run, style="bold"), row.state, ProgressBar(row.steps, row.step or 0, width=24), words)
     return table
 
 
@@ -86,8 +81,8 @@ def _health(row: RunSummary, best_s: float) -> Table:
     """Draw a bar of a run's nodes, and one of its checkpoint's age, which is full after the plan's best interval."""
     _, *speed, checkpoint, _ = _words(row)
     asked = row.nodes_asked.rpartition(":")[2]
-    nodes = _bar(int(asked) if asked.isdecimal() else None, row.nodes, 8)
-    age = _bar(best_s, min(best_s, row.checkpoint_age_s or 0.0), 8)
+    nodes = ProgressBar(int(asked) if asked.isdecimal() else None, row.nodes, width=8)
+    age = ProgressBar(best_s, min(best_s, row.checkpoint_age_s or 0.0), width=8)
     table, words = Table.grid(padding=(0, 2)), Text("  ".join([checkpoint, *speed]), no_wrap=True, overflow="ellipsis")
     table.add_row("  nodes", nodes, f"{row.nodes}/{row.nodes_asked}", age, words, style="dim")
     return table

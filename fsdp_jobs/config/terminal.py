@@ -11,9 +11,11 @@ from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.text import Text
+from rich.theme import Theme
 
 VERSION = 1  # of the JSON for scripts; grows when a key is removed or changes its meaning
 _NARROWEST = 30  # columns of a table's last cell
+_THEME = Theme({"bar.finished": "green"})  # rich's green of a full bar is the grey of an empty one in 16 colours
 
 
 class _Console(Console):
@@ -22,7 +24,7 @@ class _Console(Console):
     ends_with_its_reader = True  # else the command goes on, unheard
 
     def __init__(self, stderr: bool = False):
-        super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False)
+        super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False, theme=_THEME)
 
     def write_to(self, stderr: bool) -> None:
         """Write to stderr or to stdout from now on, with colours if that is a terminal."""

@@ -122,7 +122,6 @@ class RunStatus:
                 b.recovered_s = at - b.time
                 if resumed is not None:
                     b.lost_steps = max(0, b.step - resumed)
-        self.furthest = max(self.furthest, self.step)
         step = record.get("step", self.step)
         if self.step < step:
             before, self._between = self.step, step - self.step
@@ -130,6 +129,7 @@ class RunStatus:
             before = step - self._between if resumed is None else resumed
         self.lost_steps += max(0, min(step, self.furthest) - max(0, before))
         self.step, self.loss = step, record.get("loss", self.loss)
+        self.furthest = max(self.furthest, step)
         if self.first_loss is None:
             self.first_loss = self.loss
         self._recent.append(record)
@@ -176,7 +176,7 @@ class RunStatus:
                 for b in self.breaks:
                     if b.recovered_s is None:
                         b.lost_steps = max(0, b.step - event.step)
-                self.furthest, self.step = max(self.furthest, self.step), event.step
+                self.step = event.step
             case events.LossSpike():
                 self.spikes.append(event)
             case events.SlowNode() | events.SlowSteps():

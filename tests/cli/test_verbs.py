@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from fsdp_jobs.cli import jobs
 from fsdp_jobs.cli.follow import progress
@@ -269,9 +268,14 @@ def test_the_help_of_a_verb_that_composes_a_job_says_that_it_takes_overrides(
     assert f"usage: fsdp-jobs {verb}" in shown and "key=value" in shown
 
 
-def test_a_full_bar_differs_from_an_empty_one_in_16_colours() -> None:
+def test_a_full_bar_differs_from_an_empty_one_in_16_colours(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.StringIO()
-    console = Console(file=screen, force_terminal=True, color_system="standard", width=120)
+    screen.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setenv("TERM", "screen")
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    console = type(terminal.console)()
     for step in (0, 4):
         console.print(progress(RunSummary("first", "", "running", step=step, steps=4)))
     empty, full = (line[: line.rindex("\u2501")] for line in screen.getvalue().splitlines())
