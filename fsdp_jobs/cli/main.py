@@ -89,7 +89,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args[:1] == ["help"]:
         args = [*args[1:], "--help"]
     verb = args.pop(0) if args and args[0] in VERBS else "submit"
-    takes_program = verb in ("submit", "plan")
     try:
         if args == ["--version"]:
             print(f"fsdp_jobs {fsdp_jobs.__version__}", flush=True)
@@ -101,7 +100,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             word = args[0]
             meant = f"fsdp-jobs {habits.VERBS[word]}" if word in habits.VERBS else habits.meant_by(word)
             raise BadInput.at(word, "not a verb", meant or nearest(word, VERBS) or "fsdp-jobs --help")
-        args = habits.program_as_overrides(args) if takes_program else args
+        if verb in ("submit", "plan"):
+            args = habits.program_as_overrides(args)
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="replace")  # a terminal may have fewer letters than paths and messages

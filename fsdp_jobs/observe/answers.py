@@ -75,7 +75,7 @@ def _finite(value: Any) -> float | None:
 def _compared(status: RunStatus) -> Iterator[tuple[str, str, str]]:
     """Yield (quantity, planned, measured): medians over all steps; of a repeated step the last run counts."""
     plan, costs, goodput = Plan.of(status.run), costs_of(status.run), status.goodput
-    if plan is None:
+    if plan is None or plan.time is None or plan.memory is None:  # nothing is predicted of an unknown model
         return
     if goodput.wall_s:
         yield "goodput", percent(plan.expected.goodput, 1), percent(goodput.fraction, 1)
@@ -85,8 +85,6 @@ def _compared(status: RunStatus) -> Iterator[tuple[str, str, str]]:
         if tier.place == "memory" and costs is not None and costs.snapshot_s:
             yield "steps between snapshots in memory", f"{tier.every_steps:.3g}", f"{costs.snapshot_steps:.3g}"
             yield "seconds that steps wait for each", f"{tier.stall_s:.4f}", f"{costs.snapshot_s:.4f}"
-    if plan.time is None or plan.memory is None:
-        return
     newest_first = sampled_json_lines(status.run.metrics, _POINTS)
     by_step = {line.get("step"): line for line in reversed(list(newest_first))}
     for what, form, planned, key in (

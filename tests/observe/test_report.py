@@ -14,6 +14,7 @@ from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.schema import dump_config
 from fsdp_jobs.observe.report import write_report
+from fsdp_jobs.plan.plan import make_plan
 from fsdp_jobs.run.directory import RunDir, write_atomic
 from tests.jobs import cli
 from tests.observe.browser import Watched, browser  # noqa: F401
@@ -152,3 +153,10 @@ def test_the_terminal_shows_what_a_run_wrote_as_it_is(tmp_path: Path) -> None:
     for args in (["list"], ["status", "recorded"]):
         shown = cli(tmp_path, *args, COLUMNS="400")
         assert shown.returncode == 0 and HOSTILE in shown.stdout, shown.stderr
+
+
+def test_nothing_is_compared_with_the_plan_of_an_unknown_model(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path)
+    write_atomic(run.plan, make_plan(compose_job(["script=train.py"])).to_json())
+    (page,) = write_report(run)
+    assert inside(page)[f"api/runs/{run.name}"]["compared"] == []
