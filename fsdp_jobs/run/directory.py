@@ -336,8 +336,7 @@ def run_dir_of(config: JobConfig) -> RunDir:
     if config.name is not None:
         return find_run(config.runs_dir, config.name)
     program = Path(config.script).stem if config.script is not None else (config.module or "").rpartition(".")[2]
-    word = re.sub(r"[^A-Za-z0-9._-]+|^[^A-Za-z0-9]+", "", program)[:60].replace("..", "")
-    name = time.strftime(f"{word or config.model.kind}-%Y%m%d-%H%M%S")
+    name = time.strftime(f"{_valid(program) or config.model.kind}-%Y%m%d-%H%M%S")
     names = itertools.chain([name], (f"{name}-{i}" for i in itertools.count(2)))
     return next(run for name in names if not (run := find_run(config.runs_dir, name)).path.exists())
 
@@ -350,9 +349,14 @@ def find_run(runs_dir: str, name: str) -> RunDir:
     """
     if not _NAME.fullmatch(name) or ".." in name:
         what = "not a valid run name: letters, digits, '.', '_' and '-', at most 100, no '/' and no '..'"
-        valid = "-".join(re.findall("[A-Za-z0-9]+(?:[._-][A-Za-z0-9]+)*", Path(name).name)) or "NAME"
+        valid = _valid(Path(name).name) or "NAME"
         raise BadInput.at(f"name={name}", what, f"{valid}; runs_dir=... chooses the folder the run is in")
     return RunDir(Path(runs_dir) / name)
+
+
+def _valid(name: str) -> str:
+    """Return the nearest valid name, which may be empty."""
+    return "-".join(re.findall("[A-Za-z0-9]+(?:[._-][A-Za-z0-9]+)*", name))[:60]
 
 
 def recorded_in(runs_dir: str) -> list[RunDir]:
