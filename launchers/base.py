@@ -56,7 +56,6 @@ class Description:
 
     state: State
     message: str = ""  # why it waits, or how it ended
-    restarts: int = 0
     roles: list[RoleStatus] = field(default_factory=list)  # for TorchX, if the cluster reports each node
 
     @classmethod
@@ -64,12 +63,7 @@ class Description:
         """Describe a job by its run directory, for launchers that know only whether it is alive."""
         verdict = Verdict.read(run, run.last_attempt())
         state = State.RUNNING if is_alive else State.from_verdict(verdict)
-        return cls(state, verdict.reason if verdict is not None else "", restarts_of(run))
-
-
-def restarts_of(run: RunDir) -> int:
-    """Return how many attempts have followed the first one of the newest submission."""
-    return max(0, run.last_attempt() - run.first_attempt())
+        return cls(state, verdict.reason if verdict is not None else "")
 
 
 @dataclass(frozen=True)

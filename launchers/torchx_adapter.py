@@ -51,8 +51,9 @@ class TorchxScheduler(Scheduler[dict[str, Any]]):  # type: ignore[misc]
         (job,) = self.launcher.describe([app_id])
         if job is None:
             return None
-        roles = job.roles or [RoleStatus("trainer", [])]
-        return DescribeAppResponse(app_id, _TORCHX_STATES[job.state], job.restarts, job.message, roles_statuses=roles)
+        run, roles = self.launcher.run_of(app_id), job.roles or [RoleStatus("trainer", [])]
+        restarts = 0 if run is None else max(0, run.last_attempt() - run.first_attempt())
+        return DescribeAppResponse(app_id, _TORCHX_STATES[job.state], restarts, job.message, roles_statuses=roles)
 
     def list(self) -> list[ListAppResponse]:
         known, listed = self.launcher.known(), []

@@ -42,7 +42,7 @@ def own_state(pod: Object) -> Object:
 
 def state_of(root: Object, pods: list[Object]) -> State:
     """Return the job's state by the last verdict, the object that owns the others, and the pods."""
-    _, verdict = verdict_of(pods)
+    verdict = verdict_of(pods)
     if verdict is not None and verdict.decision == "stop":  # the Job takes a moment to know
         return State.from_verdict(verdict)
     if (end := end_of(root)) is not None:
@@ -86,12 +86,11 @@ def _last_words(pods: list[Object]) -> tuple[Object, Object]:
     return {}, {}
 
 
-def verdict_of(pods: list[Object]) -> tuple[int, Verdict | None]:
-    """Return attempt and verdict from the status of the newest coordinator's pod; 0 and None if it has none."""
+def verdict_of(pods: list[Object]) -> Verdict | None:
+    """Return the verdict from the status of the newest coordinator's pod; None if it has none."""
     _, words = _last_words(pods)
-    if not words:
-        return 0, None
-    return words.pop("attempt"), Verdict(**words)
+    words.pop("attempt", None)
+    return Verdict(**words) if words else None
 
 
 def why_waiting(api: Api, root: Object, jobs: list[Object], pods: list[Object]) -> str:

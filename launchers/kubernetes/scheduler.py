@@ -289,7 +289,7 @@ def _describe(app: _App, api: Api, jobs: list[Object], pods: list[Object]) -> De
             return None
         what = "its objects were deleted, after cluster.keep_hours or by hand, before its end was seen from here"
         return Description(State.UNKNOWN, f"{what}: its run directory on the claim has it; resume goes on from there")
-    state, (restarts, verdict) = conditions.state_of(root, pods), conditions.verdict_of(pods)
+    state, verdict = conditions.state_of(root, pods), conditions.verdict_of(pods)
     if run is not None and not pods_write_here(run, app.names.app):
         mirror.pass_on_stop(run, api, pods)
         mirror.pull(run, api, pods)
@@ -307,7 +307,7 @@ def _describe(app: _App, api: Api, jobs: list[Object], pods: list[Object]) -> De
             _has_left_nothing(run)
     roles = ("coordinator", "trainer")
     replicas = [RoleStatus(role, [_replica(pod) for pod in pods if role_of(pod) == role]) for role in roles]
-    return Description(state, why, restarts, replicas)
+    return Description(state, why, replicas)
 
 
 def _has_left_nothing(run: RunDir | None) -> None:

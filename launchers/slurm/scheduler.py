@@ -11,7 +11,7 @@ import yaml
 
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.schema import JobConfig
-from fsdp_jobs.launchers.base import Description, Job, Launcher, at_once, prepare_each, restarts_of
+from fsdp_jobs.launchers.base import Description, Job, Launcher, at_once, prepare_each
 from fsdp_jobs.launchers.slurm import client, site, submission, validate
 from fsdp_jobs.launchers.slurm.script import Script, cluster_of, commands, margin_s, script
 from fsdp_jobs.launchers.slurm.steps import Commands
@@ -226,7 +226,7 @@ def _describe(app_id: str, job: client.QueuedJob | None, run: RunDir | None) -> 
     state, message = (job.state, _message(job)) if job is not None else _forgotten(run, app_id)
     if not state.is_active:
         state, message = _end(run, job, state, message)
-    return Description(state, message, restarts_of(run))
+    return Description(state, message)
 
 
 def _forgotten(run: RunDir, app_id: str) -> tuple[State, str]:
