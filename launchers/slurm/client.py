@@ -271,7 +271,7 @@ class Partition:
     gres: str = "(null)"
     memory_mb: int = 0
     features: str = ""
-    most_nodes: str = "infinite"  # of a job
+    job_nodes: str = "1-infinite"  # of a job
     hosts: list[str] = field(default_factory=list)  # hostlists
 
 
@@ -294,7 +294,7 @@ def partitions() -> list[Partition]:
         partition.cpus = max(partition.cpus, int(cpus.rstrip("+")))
         partition.memory_mb = max(partition.memory_mb, int(memory_mb.rstrip("+")))
         partition.gres = max(partition.gres, gres, key=gpus_in)
-        partition.features, partition.most_nodes = features, size.rpartition("-")[2]
+        partition.features, partition.job_nodes = features, size
         partition.hosts.append(hosts)
     return list(by_name.values())
 

@@ -16,7 +16,7 @@ import psutil
 from fsdp_jobs import __version__
 from fsdp_jobs.config.clusters import SlurmClusterConfig
 from fsdp_jobs.config.errors import BadInput, Problem
-from fsdp_jobs.config.resolve import accelerator, least_nodes
+from fsdp_jobs.config.resolve import accelerator, least_nodes, most_nodes
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.base import Finding, Job
 from fsdp_jobs.launchers.slurm import client, site
@@ -108,7 +108,7 @@ def check_with_slurm(job: Job, script: str, margin_s: int, count: int) -> list[P
         array = [f"--array=0-{count - 1}"] if count > 1 else []
         client.call("sbatch", "--test-only", *array, stdin=script, env=client.own_environment(os.environ, script))
     except client.SlurmError as e:
-        if found := re.search(r"\w*MaxSubmit\w*", str(e)):
+        if found := re.search(r"\w*(Max|Grp)Submit\w*", str(e)):
             return [_too_many(count, found[0])]
         has_to_wait = (*_ABOUT_TIME, *(_ABOUT_NODES if any(_can_hold(p, job) for p in partitions) else ()))
         if not any(words in str(e).lower() for words in has_to_wait):
@@ -159,16 +159,17 @@ def _partition_problems(job: Job, partitions: Sequence[client.Partition]) -> lis
     """Compare a job with its partition's limits if sbatch would accept a job beyond them and let it wait forever."""
     if client.settings().get("EnforcePartLimits") != "NO" or len(partitions) > 1:
         return []
-    partition, nodes = partitions[0], least_nodes(job.config)
+    partition, nodes = partitions[0], most_nodes(job.config)
     time, where = asked(cluster_of(job.config), "time")
     waits = "SLURM would let the job wait for ever (EnforcePartLimits=NO)"
     problems = []
     if time and client.seconds(time) > client.seconds(partition.time):
         what = f"partition {partition.name} allows {partition.time}: {waits}"
         problems.append(Problem(where, what, f"cluster.time={partition.time} or less"))
-    if partition.most_nodes.isdecimal() and nodes > int(partition.most_nodes):
-        what = f"a job of partition {partition.name} has at most {partition.most_nodes} nodes: {waits}"
-        problems.append(Problem(f"nodes={job.config.nodes}", what, "fewer, or another cluster.partition"))
+    least, _, most = partition.job_nodes.replace("infinite", "inf").partition("-")
+    if not float(least) <= nodes <= float(most or least):
+        what = f"a job of partition {partition.name} has {partition.job_nodes} nodes: {waits}"
+        problems.append(Problem(f"nodes={job.config.nodes}", what, "as many, or another cluster.partition"))
     flags = client.accounting("qos", "format=Flags") if problems else ""
     may_be_lifted = flags is None or "Partition" in flags  # PartitionTimeLimit, PartitionMaxNodes
     return [] if may_be_lifted else problems
@@ -185,8 +186,8 @@ def _qos_problems(job: Job, partitions: Sequence[client.Partition]) -> Iterator[
     shown = " ".join(map(client.shown, partitions))
     if qos is None or "," in qos or not are_enforced or re.search(r"QoS=(?!N/A)\S", shown):
         return
-    limits = client.accounting("qos", qos, "format=MaxWall,MaxTRES,MaxTRESPU,GrpTRES") or ""
-    wall, _, tres = limits.strip().partition("|")
+    limits = client.accounting("qos", qos, "format=MaxWall,MinTRES,MaxTRES,MaxTRESPU,MaxTRESPA,GrpTRES") or ""
+    wall, least, *most = [*limits.strip().split("|", 2), "", ""]
     cpus = cluster.cpus_per_task or trainer.resource.cpu
     needs = {"node": nodes, "cpu": nodes * cpus, "gres/gpu": nodes * trainer.resource.gpu}
     time, where = asked(cluster, "time")
@@ -195,10 +196,13 @@ def _qos_problems(job: Job, partitions: Sequence[client.Partition]) -> Iterator[
     if wall and limit and client.seconds(limit) > client.seconds(wall):
         what = f"QOS {qos} allows {wall}: SLURM would let the job wait for ever"
         yield Problem(where, what, f"cluster.time={wall} or less, or another qos")
-    for name, most in re.findall(r"([\w/]+)=(\d+)(?=[,|]|$)", tres):
-        if needs.get(name, 0) > int(most):
-            what = f"QOS {qos} allows {name}={most}, the job needs {needs[name]}: it would wait for ever"
+    for name, limit in re.findall(r"([\w/]+)=(\d+)(?=[,|]|$)", most[0]):
+        if needs.get(name, 0) > int(limit):
+            what = f"QOS {qos} allows {name}={limit}, the job needs {needs[name]}: it would wait for ever"
             yield Problem(_sizes(job.config), what, "less, or another cluster.qos")
+    if (fewest := re.search(r"\bnode=(\d+)", least)) and most_nodes(job.config) < int(fewest[1]):
+        what = f"QOS {qos} is for jobs of {fewest[1]} nodes or more: it would wait for ever"
+        yield Problem(_sizes(job.config), what, "more, or another cluster.qos")
 
 
 def check_count(count: int) -> None:
@@ -213,8 +217,8 @@ def check_count(count: int) -> None:
 
 
 def _too_many(count: int, limit: str) -> Problem:
-    cure = f"fewer values, or a part of them now; {_LIMITS}"
-    return Problem(f"{count} job{'' if count == 1 else 's'} at once", f"more than SLURM takes: {limit}", cure)
+    where, cure = ("this job", "when another has ended") if count == 1 else (f"{count} jobs at once", "fewer at once")
+    return Problem(where, f"more than SLURM takes: {limit}", f"{cure}; {_LIMITS}")
 
 
 def _names(*what: str) -> str:
@@ -245,7 +249,7 @@ _RULES: tuple[tuple[str, str, Callable[[client.Partition], str]], ...] = (
     ("--mem", "mem", lambda _: "500G, or 0 for all of it"),
     ("memory", "mem", _size),
     ("switches", "switches", lambda _: "a number, or number@max-time"),
-    ("node count", "", _size),
+    ("node count", "", lambda p: f"{_size(p)}, and a job has {p.job_nodes} nodes there"),
     ("processors", "", _size),
 )
 

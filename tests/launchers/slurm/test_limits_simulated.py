@@ -110,15 +110,15 @@ def test_a_share_of_a_nodes_memory_that_is_too_small_is_warned_of(
     assert not caplog.text
 
 
-def qos_answers(site: Site, limits: str = "|||", flags: str = "") -> None:
-    """What sacctmgr shows: of a QOS MaxWall|MaxTRES|MaxTRESPU|GrpTRES; of all QOS their flags."""
+def qos_answers(site: Site, limits: str = "|||||", flags: str = "") -> None:
+    """What sacctmgr shows: of a QOS MaxWall|MinTRES|MaxTRES|MaxTRESPU|MaxTRESPA|GrpTRES; of all QOS their flags."""
     rows = f'*Flags) echo "{flags}";; *) echo "{limits}";;'
     site.say("sacctmgr", f'case "$*" in {rows} esac')
 
 
 def test_a_qos_limits_what_it_really_limits(site: Site) -> None:
     """Not a time that nobody has named, nor where limits are not enforced or the partition has a QOS of its own."""
-    qos_answers(site, "04:00:00|cpu=96,gres/gpu=8,node=1||")
+    qos_answers(site, "04:00:00||cpu=96,gres/gpu=8,node=1|||")
     job = ["cluster.partition=long", "cluster.qos=a"]
     assert "cluster.time=5-0: QOS a allows 04:00:00" in site.refuses(*job, "cluster.time=5-0")
     assert "QOS a allows node=1, the job needs 2" in site.refuses(*job, "nodes=2")
@@ -182,7 +182,7 @@ def test_partitions_of_large_and_mixed_nodes_are_read(site: Site) -> None:
     plain = "huge*|1|1536|gpu:2g.10gb:2(S:0),gpu:3g.20gb:2(S:1)|1|infinite|x|n/a|1-1024|n1"
     site.say("sinfo", flags.format(plain, plain.replace("1536", "1.50K").replace("1024", "1K")))
     (huge,) = client.partitions()
-    assert (huge.cpus, huge.most_nodes, client.gpus_in(huge.gres)) == (1536, "1024", 4)
+    assert (huge.cpus, huge.job_nodes, client.gpus_in(huge.gres)) == (1536, "1-1024", 4)
     client.forget()
     site.sinfo("p|2|8|gpu:h100:8(S:0-1),nvme:1|1|1:00|x|n/a|1-2|n[1-4]", "p|2|8|gpu:t4:1|1|1:00|x|n/a|1-2|n[1-4]")
     assert client.gpus_in(client.partitions()[0].gres) == 8, "those of its largest nodes"
@@ -248,3 +248,18 @@ def test_a_notebook_plans_with_the_switches_that_slurm_names_now(site: Site) -> 
         site.say("scontrol", f"[ $2 = config ] && cat {site.folder}/config || echo '{shown}'")
         plan = NotebookJob("cluster=slurm", "model=llama_debug", "nodes=2", "hardware=h100").plan()
         assert plan.leaves == (switch, switch)
+
+
+def test_a_size_or_number_of_jobs_that_is_never_allowed_is_refused(site: Site) -> None:
+    """Seen on SLURM 22.05: the job waits with QOSMinNode, MaxNodePerAccount or PartitionNodeLimit."""
+    job = ["cluster.partition=long", "cluster.qos=a"]
+    qos_answers(site, "|cpu=8,node=3||||")
+    assert "QOS a is for jobs of 3 nodes or more" in site.refuses(*job, "nodes=2")
+    assert site.refuses(*job, "nodes=2:3") == ""
+    qos_answers(site, "||||node=1|")
+    assert "QOS a allows node=1, the job needs 2" in site.refuses(*job, "nodes=2")
+    site.sinfo(LONG.replace("1-infinite", "2-3"))
+    for nodes, waits in {"1": True, "1:2": False, "3": False, "2:4": True}.items():
+        assert ("a job of partition long has 2-3 nodes" in site.refuses(job[0], f"nodes={nodes}")) is waits, nodes
+    site.say("sbatch", "echo 'allocation failure: QOSGrpSubmitJobsLimit' >&2; exit 1")
+    assert "this job: more than SLURM takes: QOSGrpSubmitJobsLimit" in site.refuses(job[0], "nodes=2")

@@ -106,6 +106,10 @@ def test_a_held_job_comes_with_its_cure(slurm: Path) -> None:
     (described,) = SlurmLauncher().describe(["12"])
     cure = "it will not start; this allows all: scontrol update JobId=12 ExcNodeList=)"
     assert described is not None and cure in described.message
+    client.forget()
+    say(slurm, "squeue", queue("12|PENDING|MaxNodePerAccount|N/A||n/a|12"))  # MaxTRESPA of a QOS
+    (described,) = SlurmLauncher().describe(["12"])
+    assert described is not None and "(MaxNodePerAccount: a limit of its QOS, see" in described.message
 
 
 def test_a_forgotten_job_is_known_by_accounting_in_its_newest_record(slurm: Path) -> None:
@@ -198,7 +202,7 @@ def test_a_partition_is_the_sum_of_its_kinds_of_nodes_with_the_sizes_of_the_larg
     say(slurm, "sinfo", queue(*lines))
     gpu, cpu = client.partitions()
     assert (gpu.name, gpu.nodes, gpu.cpus, gpu.gres, gpu.memory_mb) == ("gpu", 5, 128, "gpu:8", 1000)
-    assert (gpu.most_nodes, cpu.most_nodes) == ("infinite", "2")
+    assert (gpu.job_nodes, cpu.job_nodes) == ("1-infinite", "1-2")
     assert (gpu.default_time, cpu.default_time) == ("1:00:00", "")
     assert [client.partitions_of(names)[0] for names in (None, "cpu")] == [gpu, cpu]
     assert not client.partitions_of("nope")[0].nodes
