@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from pathlib import Path
 
 from fsdp_jobs.config.errors import BadInput, one_line
 from fsdp_jobs.launchers.app import with_environment
@@ -29,6 +30,7 @@ from fsdp_jobs.run.beside import beside, wait_until
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ATTEMPT_ENV, COORDINATOR_ENV, HOST_ENV
 from fsdp_jobs.run.processes import free_port
+from fsdp_jobs.run.status import RunStatus
 from fsdp_jobs.run.tail import last_lines
 from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, Verdict, judge
 
@@ -40,6 +42,7 @@ _EXCLUDE_S = 6 * 3600.0  # exclusion of a node that fails the node test
 _LEAVE_S = 30.0  # for agents to end after the verdict
 _LEAVE_SOON_S = 5.0  # the same before a requeue: the time limit may be near, and SLURM ends the remaining processes
 _NO_SLURM_S = 600.0  # before a requeue, for an unreachable controller to come back
+_STEPS = 3  # tries of a node test that begins nowhere, while the controller answers
 _REQUEUES = 3  # tries while the controller answers, but refuses both a requeue and a new job
 _REQUEUE_S = 120.0  # for SLURM to end this process after requeueing the job
 
@@ -75,6 +78,7 @@ class Batch(Attempt):
         self._signalled_at = self._asked_at = 0.0
         self._question: Future[client.QueuedJob | None] | None = None  # query that SLURM has not answered yet
         self._is_away = False  # the controller: it has not answered the last query
+        self._told = ""  # why no process can be started
 
     def go(self) -> int:
         """Run the attempt and return the exit code of the job, unless SLURM kills this process to requeue it."""
@@ -102,13 +106,18 @@ class Batch(Attempt):
         where = [str(folder), f"{self.hosts[0]}:{free_port()}", *self.hosts]
         argv = [*srun(self.hosts), *self.commands.node_test, *where]
         step = Process("node test", argv, self.run.process_log(self.number, "node-test"), self.env)
-        step.start(echo=False)
-        deadline, late = time.monotonic() + node_test.BEGINS_S, set(self.hosts)
-        while not step.has_ended and time.monotonic() < deadline and not self.stop_signal:
-            time.sleep(self.poll_s)
-            if late and not (late := node_test.late(folder, self.hosts)):
-                deadline = time.monotonic() + node_test.TIMEOUT_S
-        step.popen.kill()
+        tries, late = _STEPS, self._run_test(step, folder)
+        while len(late) == len(self.hosts) and step.popen.returncode is not None and not self.stop_signal:
+            try:  # srun has failed before it began anywhere
+                client.running(self.job_id)
+                tries -= 1
+            except client.SlurmError as e:
+                self._tell(e)
+            if not tries:
+                reason = f"the node test began on no node: {last_lines(step.log, 1).strip()}"
+                return Verdict("infrastructure", "stop", reason, last_lines=last_lines(step.log, 15))
+            wait_until(lambda: self.stop_signal is not None, _AGAIN_S)
+            late = self._run_test(step, folder)
         if self.stop_signal:
             return Verdict("preempted", "requeue", f"{self.stop_signal} during the node test")
         reports = [node_test.Report.from_json(file.read_bytes()) for file in sorted(folder.glob("*.json"))]
@@ -123,6 +132,24 @@ class Batch(Attempt):
             reason = f"node test, {'links' if between else 'every node'}: {facts}"
             return Verdict("infrastructure", "stop", reason, last_lines=last_lines(step.log, 15))
         return None
+
+    def _run_test(self, step: Process, folder: Path) -> set[str]:
+        """Run the node test to its end, or until it takes too long; return the nodes that have not begun."""
+        step.start(echo=False)
+        deadline, late = time.monotonic() + node_test.BEGINS_S, set(self.hosts)
+        while not step.has_ended and time.monotonic() < deadline and not self.stop_signal:
+            time.sleep(self.poll_s)
+            if late and not (late := node_test.late(folder, self.hosts)):
+                deadline = time.monotonic() + node_test.TIMEOUT_S
+        step.popen.kill()
+        return late
+
+    def _tell(self, error: client.SlurmError) -> None:
+        """Record, once for each reason, that this host cannot start processes on the nodes."""
+        why = f"SLURM does not answer {self.hosts[0]}, which cannot start processes: {one_line(error)}"
+        if why != self._told:
+            self._told = why
+            events.record(self.run, self.number, events.Waiting(why))
 
     def _train(self) -> Verdict:
         """Run the coordinator and the agents until the verdict, then wait until they have ended."""
@@ -169,6 +196,9 @@ class Batch(Attempt):
                 for process in self.processes:
                     process.early_deaths = 0
                 logger.warning("%s", e)
+                (status := RunStatus(self.run)).glance()
+                if status.waits_for_nodes:
+                    self._tell(e)
             if job is not None:
                 self._look_at_allocation(job)
 

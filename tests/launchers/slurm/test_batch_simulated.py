@@ -93,6 +93,9 @@ def test_steps_that_fail_while_the_controller_is_away_begin_when_it_answers(tmp_
     done = batch(tmp_path, job.run, {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_CPUS_PER_NODE": "2(x2)"})
     assert done.returncode == 0 and not job.events("given_up"), done.stderr
     assert sorted(trained.read_text().split()) == ["0", "1"]
+    (told,) = job.events("waiting")  # status shows it, until the round that the agents form
+    where = "SLURM does not answer node1, which cannot start processes"
+    assert told["why"] == f"{where}: Unable to contact slurm controller", told
 
 
 @pytest.mark.parametrize(("away", "requeues"), [(3, "true"), (0, "false")])
@@ -199,3 +202,31 @@ def test_a_submission_that_was_taken_and_not_answered_is_not_repeated(
 
 def test_steps_get_the_whole_environment_whatever_sbatch_exported() -> None:
     assert "--export=ALL" in srun(["node1"])
+
+
+@pytest.mark.parametrize("answers_again", [True, False])
+def test_a_node_test_that_slurm_does_not_start_blames_no_node(tmp_path: Path, answers_again: bool) -> None:
+    """The controller, or munge on this host, is away; or it answers, and the step fails on every node."""
+    away, calls = tmp_path / "away", tmp_path / "calls"
+    silent = f"if [ -e {away} ]; then rm {away}; echo 'Munge encode failed' >&2; exit 1; fi"
+    fails = "" if answers_again else "echo 'pyxis: no such image' >&2; exit 1"
+    for command, script in {
+        "srun": f'echo srun >> {calls}; {silent}; {fails}\nwhile [ "${{1#--}}" != "$1" ]; do shift; done; exec "$@"',
+        "squeue": "echo 'Munge encode failed' >&2; exit 1" if answers_again else "echo '7|RUNNING|None|N/A|n|n|7'",
+    }.items():
+        say(tmp_path, command, script)
+    job = Watched(RunDir(tmp_path / "runs" / "a"))
+    saved = [sys.executable, "-c", SAVED.replace('"requeue", "saved"', '"stop", "saved"'), str(job.run.path)]
+    report = 'for h in node1 node2; do touch "$0/$h.begun"; echo "{\\"host\\": \\"$h\\"}" > "$0/$h.json"; done'
+    Commands(saved, ["true"], ["sh", "-c", report], {}, max_nodes=2, regrow=False, exclude=[], submit=[]).write(job.run)
+    away.touch()
+    allocation = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_CPUS_PER_NODE": "2(x2)"}
+    done = batch(tmp_path, job.run, allocation)
+    (ended,) = job.events("attempt_ended")
+    if answers_again:
+        assert [e["why"].rpartition(": ")[2] for e in job.events("waiting")] == ["Munge encode failed"]
+        assert ended["reason"] == "saved", done.stderr
+    else:
+        assert (ended["decision"], ended["reason"]) == ("stop", "the node test began on no node: pyxis: no such image")
+        assert calls.read_text() == 3 * "srun\n"
+    assert not job.run.excluded_hosts()
