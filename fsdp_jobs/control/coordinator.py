@@ -17,6 +17,7 @@ from fsdp_jobs.control.attempt import Attempt, Round
 from fsdp_jobs.control.fencing import Terms
 from fsdp_jobs.control.placement import ConnectedAgent, Formation
 from fsdp_jobs.plan.layout import partners
+from fsdp_jobs.plan.topology import to_hostlist
 from fsdp_jobs.run import events, messages
 from fsdp_jobs.run.directory import RunDir, checkpoints_of
 from fsdp_jobs.run.rank_state import SAVES_NOTHING, Phase, Request
@@ -323,14 +324,15 @@ class Coordinator(Attempt):
         self.step = max(0, self.committed)
         known = (number, term, len(chosen), layout.shard_group)
         self.round = Round(*known, head=chosen[0].id, began_at=now, first_step=self.step, running=True)
+        nodes, hosts = [a.node for a in chosen], [a.host for a in chosen]
+        hostlist = to_hostlist(hosts)
         for rank, (agent, other) in enumerate(zip(chosen, partners(len(chosen)), strict=True)):
             agent.ready, agent.ended, agent.beat = False, False, messages.Beat()
             self._take_into_round(agent, now)
             for message in filter(None, news):
                 agent.send(message)
             partner = None if other is None else (chosen[other].address, chosen[other].copies)
-            agent.send(messages.Round(*known, rank, layout.to_json(), chosen[-1].node, partner))
-        nodes, hosts = [a.node for a in chosen], [a.host for a in chosen]
+            agent.send(messages.Round(*known, rank, layout.to_json(), chosen[-1].node, partner, hostlist))
         spares, why = [by_name[name].node for name in plan.spares], list(plan.reasons)
         sharding = (layout.strategy, layout.shard_group, layout.world_size)
         self.record(events.RoundStarted(nodes, hosts, *sharding, spares, why, term))

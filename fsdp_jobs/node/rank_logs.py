@@ -29,7 +29,8 @@ _RECORDED = "2000"
 # Variables that configure CUDA's allocator; all supported versions of torch read the first.
 _ALLOCATOR_ENV = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
-# SLURM's variables of a task: an agent is its step's only one, while programs take them for a rank's, as under srun.
+# SLURM's variables of a task, its step and job: an agent is its step's only task, and nodes may be lost or replaced,
+# while programs take them for a rank's, as under srun.
 _TASK = {
     "SLURM_PROCID": "RANK",
     "SLURM_LOCALID": "LOCAL_RANK",
@@ -38,7 +39,11 @@ _TASK = {
     "SLURM_NTASKS_PER_NODE": "LOCAL_WORLD_SIZE",
     "SLURM_NODEID": "GROUP_RANK",
     "SLURM_NNODES": "GROUP_WORLD_SIZE",
+    "SLURM_JOB_NUM_NODES": "GROUP_WORLD_SIZE",
+    "SLURM_STEP_NUM_NODES": "GROUP_WORLD_SIZE",
+    "SLURM_STEP_NUM_TASKS": "WORLD_SIZE",
 }
+_NODELISTS = ("SLURM_NODELIST", "SLURM_JOB_NODELIST", "SLURM_STEP_NODELIST")  # the first has rank 0: MASTER_ADDR
 
 
 class RankLogs(LogsSpecs):
@@ -76,6 +81,7 @@ class RankLogs(LogsSpecs):
                 "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": f"{self.folder}/{FLIGHT_RECORDER}",
             } | defaults
             env |= {name: env[of_rank] for name, of_rank in _TASK.items() if name in os.environ}
+            env |= {name: current.hosts for name in _NODELISTS if name in os.environ}
         no_files = dict.fromkeys(envs, "")
         return LogsDest(stdouts=no_files, stderrs=no_files, error_files=error_files)  # newer versions have more fields
 

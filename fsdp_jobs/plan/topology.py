@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
@@ -98,6 +98,20 @@ def expand_hostlist(text: str) -> list[str]:
         raise ValueError(f"hostlist {text}: a bracket is open")
     items = (item.strip() for item in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text.strip()))
     return [name for item in items if item for name in _expand(item)]
+
+
+def to_hostlist(names: Sequence[str]) -> str:
+    """Return names in SLURM's compact form and in their order: `expand_hostlist` gives them back."""
+    runs: list[list[str]] = []  # each: what comes before the number, the first number, the last one
+    for name in names:
+        number = name[len(name.rstrip("0123456789")) :]
+        head = name.removesuffix(number)
+        before, _, last = runs[-1] if runs else ("", "", "")
+        if last and before == head and number == str(int(last) + 1).zfill(len(last)):
+            runs[-1][2] = number
+        else:
+            runs.append([head, number, number])
+    return ",".join(head + (first if first == last else f"[{first}-{last}]") for head, first, last in runs)
 
 
 def _expand(item: str) -> list[str]:

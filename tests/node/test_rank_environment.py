@@ -22,7 +22,7 @@ SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 def found_by_a_rank(folder: Path, *overrides: str) -> dict[str, str]:
     """The variables of rank 0 in the first round of a job."""
     layout = Layout("full_shard", 2, 2).to_json()
-    round_ = Round(0, 1, size=1, shard_group=2, rank=0, layout=layout, last=0, partner=None)
+    round_ = Round(0, 1, size=1, shard_group=2, rank=0, layout=layout, last=0, partner=None, hosts="n[2,1]")
     place = {"run": RunDir(folder), "folder": folder, "agent": SimpleNamespace(attempt=0, node=0)}
     handler: Any = SimpleNamespace(config=compose_job(list(overrides)), round=round_, **place)
     env = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "GROUP_RANK": "2", "GROUP_WORLD_SIZE": "4"}
@@ -67,3 +67,19 @@ def test_a_program_that_takes_its_rank_from_slurm_finds_its_own(
     for name, of_agent in zip(names, "0010111", strict=True):
         monkeypatch.setenv(name, of_agent)
     assert [found_by_a_rank(tmp_path)[name] for name in names] == ["5", "1", "8", "2", "4", "8", "3"]
+
+
+def test_a_program_that_chooses_its_first_node_from_slurms_list_finds_those_of_the_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job's list has lost nodes, lacks those in their place, and may begin with another node than rank 0's."""
+    lists = [f"SLURM_{word}NODELIST" for word in ("", "JOB_", "STEP_")]
+    numbers = ["SLURM_JOB_NUM_NODES", "SLURM_STEP_NUM_NODES", "SLURM_STEP_NUM_TASKS"]
+    for name in (*lists, *numbers):
+        monkeypatch.delenv(name, raising=False)
+    assert not {*lists, *numbers} & {*found_by_a_rank(tmp_path)}
+    for name in (*lists, *numbers):
+        monkeypatch.setenv(name, "1")
+    found = found_by_a_rank(tmp_path)
+    assert [found[name] for name in lists] == 3 * ["n[2,1]"]
+    assert [found[name] for name in numbers] == ["4", "4", "8"]

@@ -6,7 +6,7 @@ import pytest
 
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.plan.sources import from_kubernetes, from_scontrol, from_yaml, path_from_slurm
-from fsdp_jobs.plan.topology import Node, Topology, expand_hostlist
+from fsdp_jobs.plan.topology import Node, Topology, expand_hostlist, to_hostlist
 
 FILE = """\
 gpus_per_node: 4
@@ -47,6 +47,19 @@ def test_two_nodes_of_one_name() -> None:
 )
 def test_hostlists(text: str, expanded: list[str]) -> None:
     assert expand_hostlist(text) == expanded
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "login",
+        "node[1-3],node[07-11],node2",
+        "n[9-12],n[099-101],n3,n2,a,a1,a,b-[1-2],7,[9-10]",
+    ],
+)
+def test_names_are_compact_in_their_order(text: str) -> None:
+    assert to_hostlist(expand_hostlist(text)) == text
 
 
 @pytest.mark.parametrize("text", ["node[3-1]", "node[1-", "node[x]"])
