@@ -5,19 +5,19 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from fsdp_jobs.config.clusters import LocalClusterConfig
 from fsdp_jobs.config.errors import BadInput, Problem
+from fsdp_jobs.config.resolve import accelerator
 from fsdp_jobs.config.schema import (
     CustomModelConfig,
     DataConfig,
     FsdpConfig,
     HfConfig,
     JobConfig,
-    OptimConfig,
     dump_config,
 )
 from fsdp_jobs.config.terminal import complain
@@ -59,14 +59,15 @@ def check_initial_weights(config: JobConfig) -> None:
 
 def _ask(question: str, config: JobConfig, where: str) -> str:
     """Return the probe's answer, as JSON; raises BadInput with its last line if it fails."""
-    # jobs that differ in anything else have the same answer
     of = config.fsdp
     fsdp = FsdpConfig(
         wrap=of.wrap, min_num_params=of.min_num_params, param_dtype=of.param_dtype, meta_init=of.meta_init
     )
     data = DataConfig(kind=config.data.kind, seq_len=config.data.seq_len)
-    same = replace(config, name=None, seed=0, steps=1, fsdp=fsdp, data=data, optim=OptimConfig())
+    cluster = LocalClusterConfig(accelerator=accelerator(config))
     model, hub_model = config.model, ""
+    same = JobConfig(model=model, fsdp=fsdp, data=data, cluster=cluster)  # of jobs that differ in anything else
+    same.init_from, same.init_key_map, same.init_rope = config.init_from, config.init_key_map, config.init_rope
     if isinstance(model, HfConfig) and not Path(model.name_or_path).is_dir():
         hub_model = model.name_or_path
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import ANY
@@ -508,6 +509,18 @@ class TestProbe:
         monkeypatch.setattr(shape_client, "TIMEOUT_S", 0.01)
         with pytest.raises(BadInput, match="could not be probed: no answer for"):
             probe(self.config(tmp_path, monkeypatch, "build", "data.seq_len=64"))
+
+    def test_jobs_that_differ_elsewhere_ask_once(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A sweep over sizes, limits or savings: each question imports torch."""
+        asked = []
+        answer = subprocess.CompletedProcess([], 0, stdout=llama_shape(GQA).to_json())
+        monkeypatch.setattr(shape_client, "run_probe", lambda *question: asked.append(question) or answer)
+        for more in (["cluster=slurm", "cluster.time=5"], ["nodes=4", "checkpoint.keep=2", "elastic.stop_grace_s=9"]):
+            probe(self.config(tmp_path, monkeypatch, "build", "cluster.accelerator=cpu", *more))
+        assert asked[0] == asked[1]
+        for more in ("cluster.accelerator=cuda", "data.seq_len=64", "init_from=there", "fsdp.wrap=size"):
+            probe(self.config(tmp_path, monkeypatch, "build", "cluster.accelerator=cpu", more))
+        assert len({*asked}) == 5
 
     def test_says_what_is_wrong(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(BadInput, match=r"returned a int, not an nn\.Module"):
