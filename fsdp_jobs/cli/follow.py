@@ -72,8 +72,11 @@ def _words(row: RunSummary) -> list[str]:
 def progress(row: RunSummary) -> Table:
     """Draw a run's state, and a bar of its steps."""
     step, *_, eta = _words(row)
-    table, words = Table.grid(padding=(0, 2)), Text(f"{step}  {eta}", no_wrap=True, overflow="ellipsis")
-    table.add_row(Text(row.run, style="bold"), row.state, ProgressBar(row.steps, row.step or 0, width=24), words)
+    table = Table.grid(padding=(0, 2))
+    for is_bar in (False, False, True, False):
+        table.add_column(no_wrap=not is_bar)  # in a narrow terminal the bar becomes shorter before words are cut
+    bar = ProgressBar(row.steps, row.step or 0, width=24)
+    table.add_row(Text(row.run, style="bold"), row.state, bar, f"{step}  {eta}")
     return table
 
 

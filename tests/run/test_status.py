@@ -18,8 +18,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from fsdp_jobs.cli.follow import summary
+from fsdp_jobs.cli.follow import progress, summary
 from fsdp_jobs.cli.main import main
 from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.launchers.base import Description
@@ -29,7 +30,7 @@ from fsdp_jobs.run.identity import identity_of
 from fsdp_jobs.run.state import State
 from fsdp_jobs.run.status import Break, RunStatus
 from fsdp_jobs.submit import submitted
-from fsdp_jobs.submit.overview import Overview, story_of
+from fsdp_jobs.submit.overview import Overview, RunSummary, story_of
 from tests.jobs import called, environment, hear_ctrl_c, job
 from tests.recorded import HOSTILE, add_line, recorded_run
 from tests.world import PACED
@@ -431,3 +432,12 @@ def test_a_step_whose_line_a_failure_cut_off_counts_as_lost_everywhere(tmp_path:
     status = RunStatus(run)
     status.update()
     assert status.breaks[-1].lost_steps == status.lost_steps == 3
+
+
+@pytest.mark.parametrize("columns", [60, 100])
+def test_a_narrow_terminal_shortens_the_bar_and_not_the_time_left(columns: int) -> None:
+    row = RunSummary("llama-first", "", "running", step=12345, steps=100000, eta_s=24300.0)
+    terminal = Console(width=columns, force_terminal=True, color_system=None)
+    with terminal.capture() as drawn:
+        terminal.print(progress(row))
+    assert drawn.get().split("step ")[1].strip() == "12,345/100,000  eta 6h45m"
