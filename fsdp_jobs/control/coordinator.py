@@ -15,9 +15,8 @@ from fsdp_jobs.config.resolve import node_range
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.control.attempt import Attempt, Round
 from fsdp_jobs.control.fencing import Terms
-from fsdp_jobs.control.placement import ConnectedAgent, Formation
+from fsdp_jobs.control.placement import ConnectedAgent, Formation, hostlist_of
 from fsdp_jobs.plan.layout import partners
-from fsdp_jobs.plan.topology import to_hostlist
 from fsdp_jobs.run import events, messages
 from fsdp_jobs.run.directory import RunDir, checkpoints_of
 from fsdp_jobs.run.rank_state import SAVES_NOTHING, Phase, Request
@@ -146,8 +145,7 @@ class Coordinator(Attempt):
 
     def on_failed(self, agent: ConnectedAgent, message: messages.Failed, now: float) -> None:
         """Record that ranks of a node have failed; its agent is stopping the others."""
-        current = self.round
-        reports = sorted(message.failures, key=lambda f: f.time)
+        current, reports = self.round, sorted(message.failures, key=lambda f: f.time)
         if not reports or self.verdict is not None:
             return
         if current.running and not (agent.in_round or current.is_adopted):
@@ -325,7 +323,7 @@ class Coordinator(Attempt):
         known = (number, term, len(chosen), layout.shard_group)
         self.round = Round(*known, head=chosen[0].id, began_at=now, first_step=self.step, running=True)
         nodes, hosts = [a.node for a in chosen], [a.host for a in chosen]
-        hostlist = to_hostlist(hosts)
+        hostlist = hostlist_of(hosts)
         for rank, (agent, other) in enumerate(zip(chosen, partners(len(chosen)), strict=True)):
             agent.ready, agent.ended, agent.beat = False, False, messages.Beat()
             self._take_into_round(agent, now)

@@ -81,7 +81,7 @@ class RankLogs(LogsSpecs):
                 "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": f"{self.folder}/{FLIGHT_RECORDER}",
             } | defaults
             env |= {name: env[of_rank] for name, of_rank in _TASK.items() if name in os.environ}
-            env |= {name: current.hosts for name in _NODELISTS if name in os.environ}
+            env |= {name: current.hosts for name in _NODELISTS if current.hosts and name in os.environ}
         no_files = dict.fromkeys(envs, "")
         return LogsDest(stdouts=no_files, stderrs=no_files, error_files=error_files)  # newer versions have more fields
 

@@ -151,7 +151,7 @@ class Round(Message):
     layout: str  # JSON of a `Layout`
     last: int  # the node with the last ranks
     partner: tuple[str, int] | None  # address and port of the agent that receives its snapshots
-    hosts: str = ""  # the nodes' machines by rank, as a hostlist
+    hosts: str = ""  # on SLURM the machines of the nodes, by rank, as a hostlist
 
 
 NO_ROUND = Round(-1, 0, 0, 0, -1, "", -1, None)

@@ -166,13 +166,12 @@ def _partition_problems(job: Job, partitions: Sequence[client.Partition]) -> lis
     if time and client.seconds(time) > client.seconds(partition.time):
         what = f"partition {partition.name} allows {partition.time}: {waits}"
         problems.append(Problem(where, what, f"cluster.time={partition.time} or less"))
-    least, _, most = partition.job_nodes.replace("infinite", "inf").partition("-")
-    if not float(least) <= nodes <= float(most or least):
+    sizes = [float(size.replace("infinite", "inf")) for size in re.findall(r"\d+|infinite", partition.job_nodes)]
+    if not sizes[0] <= nodes <= sizes[-1]:
         what = f"a job of partition {partition.name} has {partition.job_nodes} nodes: {waits}"
         problems.append(Problem(f"nodes={job.config.nodes}", what, "as many, or another cluster.partition"))
     flags = client.accounting("qos", "format=Flags") if problems else ""
-    may_be_lifted = flags is None or "Partition" in flags  # PartitionTimeLimit, PartitionMaxNodes
-    return [] if may_be_lifted else problems
+    return [] if flags is None or "Partition" in flags else problems  # PartitionTimeLimit, PartitionMaxNodes
 
 
 def _qos_problems(job: Job, partitions: Sequence[client.Partition]) -> Iterator[Problem]:
@@ -201,8 +200,7 @@ def _qos_problems(job: Job, partitions: Sequence[client.Partition]) -> Iterator[
             what = f"QOS {qos} allows {name}={limit}, the job needs {needs[name]}: it would wait for ever"
             yield Problem(_sizes(job.config), what, "less, or another cluster.qos")
     if (fewest := re.search(r"\bnode=(\d+)", least)) and most_nodes(job.config) < int(fewest[1]):
-        what = f"QOS {qos} is for jobs of {fewest[1]} nodes or more: it would wait for ever"
-        yield Problem(_sizes(job.config), what, "more, or another cluster.qos")
+        yield Problem(_sizes(job.config), f"QOS {qos} is for {fewest[1]} nodes or more", "more, or another cluster.qos")
 
 
 def check_count(count: int) -> None:

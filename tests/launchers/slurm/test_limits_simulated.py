@@ -254,7 +254,7 @@ def test_a_size_or_number_of_jobs_that_is_never_allowed_is_refused(site: Site) -
     """Seen on SLURM 22.05: the job waits with QOSMinNode, MaxNodePerAccount or PartitionNodeLimit."""
     job = ["cluster.partition=long", "cluster.qos=a"]
     qos_answers(site, "|cpu=8,node=3||||")
-    assert "QOS a is for jobs of 3 nodes or more" in site.refuses(*job, "nodes=2")
+    assert "QOS a is for 3 nodes or more" in site.refuses(*job, "nodes=2")
     assert site.refuses(*job, "nodes=2:3") == ""
     qos_answers(site, "||||node=1|")
     assert "QOS a allows node=1, the job needs 2" in site.refuses(*job, "nodes=2")
