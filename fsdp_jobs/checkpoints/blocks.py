@@ -31,6 +31,7 @@ _LARGE = 1 << 22  # bytes from which a write gets blocks of its own, except for 
 _TAIL = 1 << 12  # bytes of that tail: a zip reader looks this far back from the end of the file
 _BATCH = 1 << 26  # bytes read back at once, while writing continues
 _HELD = 4  # blocks that a reader caches, because callers read them in parts
+IN_TORCH = (RuntimeError, SystemError)  # what torch raises for an error of its file; the second since Python 3.13
 
 
 class _Block(NamedTuple):
@@ -239,7 +240,7 @@ def open_verified(file: Path, expected: FileSums | None) -> Iterator[IO[bytes]]:
         verified = VerifiedFile(raw, file.name, _blocks_of(expected))
         try:
             yield cast(IO[bytes], verified)
-        except RuntimeError as e:
+        except IN_TORCH as e:
             raise verified.error or e from e
         finally:
             verified.forget()

@@ -28,7 +28,7 @@ from torch.futures import Future
 from torch.utils.serialization import config as serialization
 
 from fsdp_jobs.checkpoints import catalog
-from fsdp_jobs.checkpoints.blocks import SMALL, FileSums, SummedFile, difference, open_verified, reading_back
+from fsdp_jobs.checkpoints.blocks import IN_TORCH, SMALL, FileSums, SummedFile, difference, open_verified, reading_back
 from fsdp_jobs.checkpoints.catalog import (
     MANIFEST,
     METADATA,
@@ -76,7 +76,7 @@ class _SummedFileSystem(FileSystem):
             try:
                 yield stream
                 stream.close()
-            except RuntimeError as e:
+            except IN_TORCH as e:
                 raise stream.error or e from e
             self.sums[path.name] = stream.sums()
             if self.read_back:
