@@ -199,6 +199,8 @@ def main(args: list[str]) -> int:
     text = imported.experiment(flags.file.name) if flags.experiment else " ".join(imported.overrides()) + "\n"
     if flags.experiment and flags.config_dir is not None:
         file = flags.config_dir / "experiment" / f"{flags.experiment}.yaml"
+        if file.exists():
+            raise BadInput.at(str(file), "is there already, and is not overwritten", "another --experiment")
         write_atomic(file, text)
         text = f"{file}\n"
     sys.stdout.write(text)

@@ -148,6 +148,8 @@ def test_what_cannot_be_had_is_named_and_the_rest_spoken_of(tmp_path: Path) -> N
     done = cli(tmp_path, "import-accelerate", str(file), "--experiment", "old", "--config-dir", "mine")
     assert done.returncode == 0, done.stderr
     assert compose_job([f"hydra.searchpath=[file://{tmp_path / 'mine'}]", "experiment=old"]).fsdp.shard_group == 8
+    again = cli(tmp_path, "import-accelerate", str(file), "--experiment", "old", "--config-dir", "mine")
+    assert again.returncode == 2 and "is there already, and is not overwritten" in again.stderr
     bad = {"distributed_type": "DEEPSPEED", "mixed_precision": "fp8", "fsdp_config": {"fsdp_ofload_params": True, 1: 2}}
     file.write_text(yaml.safe_dump({**COMMON, **bad, "num_processes": 15}))
     done = cli(tmp_path, "import-accelerate", str(file))
