@@ -107,5 +107,5 @@ def _plain(wanted: str) -> re.Pattern[str]:
 
 
 def _without_numbers(line: str) -> str:
-    line = re.sub(r"\b(\d+[dhms])+\b", "#", line)  # 1m03s
+    line = re.sub(r"\b(\d[\d.]*[dhms])+\b", "#", line)  # 1m03s, 0.9s
     return re.sub(r"\s+", " ", re.sub(r"\d[\d,.]*", "#", line)).strip()
