@@ -326,6 +326,7 @@ def test_ctrl_c_while_jobs_are_composed_is_no_problem_of_the_configuration(
             raise UnboundLocalError("raised in a finally") from None
         return compose(*args, **kwargs)
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # tests that run in the background ignore it
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ConfigLoaderImpl, "load_configuration", disturbed)
     monkeypatch.setattr("fsdp_jobs.config.hydra.hydra_compose", hydra_compose)  # tests keep what it has composed

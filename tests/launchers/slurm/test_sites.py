@@ -263,9 +263,7 @@ def test_an_old_site_trains_saves_sweeps_and_forgets(lab: Lab, old: Lab, folder:
         assert (
             done.returncode == 2 and "cluster.time=2-00:00:00: partition main allows 1-00:00:00: SLURM" in done.stderr
         )
-        assert (
-            "nodes=3: a job of partition main has 1-2 nodes: SLURM would let the job wait for ever" in done.stderr
-        )
+        assert "nodes=3: a job of partition main has 1-2 nodes: SLURM would let the job wait for ever" in done.stderr
         align_ids(lab, old)
         assert lab.cli(folder, *ONE).returncode == 0
         shutil.copy(ROOT / "tests" / "models.py", folder / "own_models.py")  # nodes may not know this folder's
