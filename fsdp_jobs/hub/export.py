@@ -129,11 +129,9 @@ def _choose(run: RunDir, config: JobConfig, step: int | None) -> Path:
     for folder in committed:
         if catalog.verify(folder) or _warn_if_wrong(folder):
             continue
-        on_nodes = [
-            n for n in map(catalog.step_of, catalog.find_on_nodes(home, committed)) if n > catalog.step_of(folder)
-        ]
-        if on_nodes:
-            what = f"step {on_nodes[0]} is only on the nodes' own disks: resume {run.name} to have it copied"
+        on_nodes = map(catalog.step_of, catalog.find_on_nodes(home, committed))
+        if newer := [other for other in on_nodes if other > catalog.step_of(folder)]:
+            what = f"step {newer[0]} is only on the nodes' own disks: resume {run.name} to have it copied"
             print(f"WARNING {what}", file=sys.stderr)
         return folder
     cure = "let it train longer, or save more often"

@@ -167,7 +167,7 @@ def _partition_problems(job: Job, partitions: Sequence[client.Partition]) -> lis
         what = f"partition {partition.name} allows {partition.time}: {waits}"
         problems.append(Problem(where, what, f"cluster.time={partition.time} or less"))
     sizes = [float(size.replace("infinite", "inf")) for size in re.findall(r"\d+|infinite", partition.job_nodes)]
-    if not sizes[0] <= nodes <= sizes[-1]:
+    if sizes and not sizes[0] <= nodes <= sizes[-1]:
         what = f"a job of partition {partition.name} has {partition.job_nodes} nodes: {waits}"
         problems.append(Problem(f"nodes={job.config.nodes}", what, "as many, or another cluster.partition"))
     flags = client.accounting("qos", "format=Flags") if problems else ""
@@ -186,7 +186,7 @@ def _qos_problems(job: Job, partitions: Sequence[client.Partition]) -> Iterator[
     if qos is None or "," in qos or not are_enforced or re.search(r"QoS=(?!N/A)\S", shown):
         return
     limits = client.accounting("qos", qos, "format=MaxWall,MinTRES,MaxTRES,MaxTRESPU,MaxTRESPA,GrpTRES") or ""
-    wall, least, *most = [*limits.strip().split("|", 2), "", ""]
+    wall, least, most = f"{limits.strip()}||".split("|", 2)
     cpus = cluster.cpus_per_task or trainer.resource.cpu
     needs = {"node": nodes, "cpu": nodes * cpus, "gres/gpu": nodes * trainer.resource.gpu}
     time, where = asked(cluster, "time")
@@ -195,7 +195,7 @@ def _qos_problems(job: Job, partitions: Sequence[client.Partition]) -> Iterator[
     if wall and limit and client.seconds(limit) > client.seconds(wall):
         what = f"QOS {qos} allows {wall}: SLURM would let the job wait for ever"
         yield Problem(where, what, f"cluster.time={wall} or less, or another qos")
-    for name, limit in re.findall(r"([\w/]+)=(\d+)(?=[,|]|$)", most[0]):
+    for name, limit in re.findall(r"([\w/]+)=(\d+)(?=[,|]|$)", most):
         if needs.get(name, 0) > int(limit):
             what = f"QOS {qos} allows {name}={limit}, the job needs {needs[name]}: it would wait for ever"
             yield Problem(_sizes(job.config), what, "less, or another cluster.qos")
