@@ -33,35 +33,43 @@ _MOST = 1 << 20  # bytes read at once
 _HIGHEST = 1 << 53  # steps are lower
 _LONGEST_LINE = 1 << 12  # bytes of a line that are parsed
 _NUMBER = r"[-+]?\d{1,3}(?:,\d{3})+\.\d+|[-+]?\d+\.?\d*(?:e[-+]?\d+)?|[-+]?inf|nan"
-_EVALUATING = ("val", "eval", "test", "valid", "validate", "validation", "evaluate", "evaluation")
-_NO_TRAINING = "".join(f"(?<!{word} )" for word in _EVALUATING)
-_EVALUATION = re.compile(  # at the beginning of a line or of its message, before any step
-    r"(?:(?!\b(?:step|iter|batch|epoch|loss)).)*?(?:^|[\[\]:|>]| - )\s*"
-    r"(?:val|eval|valid|validat\w+|evaluat\w+)\b(?![-=/.])",
+_EVALUATING = ("val", "eval", "test", "valid", "validate", "validation", "evaluate", "evaluation", "dev")
+_NO_TRAINING = "".join(f"(?<!{word}[ .-])" for word in _EVALUATING)
+_EVALUATES = r"(?:val|eval|valid|validat\w+|evaluat\w+|test|testing)\b"
+_EVALUATION = re.compile(
+    # At the beginning of a line or of its message, before any step,
+    r"^(?:(?!\b(?:step|iter|batch|epoch|loss)).)*?(?:^|[\[\]:|>]| - | (?:INFO|DEBUG) )\s*" + _EVALUATES + r"(?![-=/.])|"
+    # as a word by itself before the loss,
+    r"^(?:(?!loss).)*?(?<![\w/.-])" + _EVALUATES + r"(?:\s*[])|]|\s+-\s|:\s*(?![-+\d\s]|n/?a))|"
+    # or as the value of a key, anywhere.
+    r"(?:=|: ?['\"])" + _EVALUATES + r"(?:['\"]?[,}\s]|$)",
     re.IGNORECASE,
 )
-_NO_PART = "(?<!aux )(?<!balance )(?<!z-)"  # of a loss that has several
+_NO_PART = "(?<!aux )(?<!balance )(?<!best )(?<!z-)"  # of a loss that has several
 _LOSS = re.compile(
-    rf"(?<![\w/]){_NO_PART}{_NO_TRAINING}"
+    rf"(?<![\w/])(?=[almrst]){_NO_PART}{_NO_TRAINING}"
     r"(?:(?:train(?:ing)?|step|total|avg|mean|running|lm|reduced_train)[_ /])?"
-    r"loss(?:_step| train|(?:/\w+)+)?"
+    r"loss(?:_step| train|(?:/(?!val|eval|test)\w+)+(?!/))?"
     rf"['\"]?\s*[:=]?\s*['\"]?(?:tensor\()?(?!0(?![.\d]))(?P<loss>{_NUMBER})",  # 0 is a sum that has not begun
     re.IGNORECASE,
 )
 _STEP = re.compile(
-    rf"\b{_NO_TRAINING}(?:training +\[ *(?=\d+/\d+\] +eta)|iter\(train\) +\[ *|(?<!\|)\d+\|(?=\d+\|loss)|"
-    r"(?:global[_ ]?step|step|iter(?:ation)?|num_update|(?<=\[)batch|batch(?=\W+\d+/\d))s?['\"]?\s*[:=#]?\s*['\"\[]?)"
+    rf"\b(?=[begins-t\d]){_NO_TRAINING}"  # its first letters: to look back takes longer
+    r"(?:training +\[ *(?=\d+/\d+\] +eta)|iter\(train\) +\[ *|(?<!\|)\d+\|(?=\d+\|loss)|"
+    r"(?:global[_ ]?step|step|iter(?:ation)?|num_update|"
+    r"(?<=\[)batch|batch(?=\W+\d+/\d)|epoch\W+\d+(?:/\d+)?\W+batch)s?['\"]?\s*[:=#]?\s*['\"\[]?)"
     r"(?:\d+%\|.*\|\s*)?(?P<step>\d[\d,]*)(?![\d.]*[\w%])(?:\s*(?:/|of)\s*(?P<steps>\d[\d,]*))?",
     re.IGNORECASE,
 )
+_WORD_END = re.compile(r"[^\W\d] ")  # `max steps 9` is no step, if there is another
 _HEADING = re.compile(r"\[(?:step|batch)=[^]]*\]:?$")  # the indented lines below it belong to its step
 _WORDS = ("loss", "step", "iter", "[batch", "%|")  # a line with none of them shows nothing
 _BAR = re.compile(r"^\s*\d+%\|.*\| (?P<step>\d+)/(?P<steps>\d+) \[")
-_EPOCH = re.compile(r"\bepoch['\"]?\s*[:=]?\s*\[?(?P<epoch>\d+)", re.IGNORECASE)
+_EPOCH = re.compile(r"\bepoch['\"]?\s*[:=]?\s*\[?(?P<epoch>\d+)(?!\.?\d)", re.IGNORECASE)
 # Not `Train Epoch: 1 [640/60000 (1%)]`, which are samples.
 _OF_EPOCH = re.compile(
-    rf"\b{_NO_TRAINING}(?:epoch(?:: \[|\(train\) +\[| +)|train: \[?)(?P<epoch>\d+)(?:/\d+)?[\]:]?\s*(?:\[train\]:\s*)?"
-    r"(?:\d+%\|.*\||[\[|])\s*(?P<step>\d+)/\s*(?P<steps>\d+)",
+    rf"\b(?=[et]){_NO_TRAINING}(?:epoch(?:: \[|\(train\) +\[| +\[?)|train: \[?)(?P<epoch>\d+)(?!\d*%)(?:/\d+)?[\]:]*\s*"
+    r"(?:[\[(]?train(?:ing)?[\])]?:\s*)?(?:\d+%\|.*\||[\[|])\s*(?P<step>\d+)/\s*(?P<steps>\d+)",
     re.IGNORECASE,
 )
 
@@ -97,8 +105,8 @@ class Reader:
     def _read(self, line: str) -> Reading | None:
         if self._pattern is not None:
             return _reading(_groups(self._pattern, line))
-        loss = _groups(_LOSS, line)
-        if loss and _EVALUATION.match(line):
+        loss = _plain(_LOSS, line)
+        if loss and _EVALUATION.search(line):
             return None
         if (of_epoch := _groups(_OF_EPOCH, line)) and (loss or "%|" in line):
             return _reading(of_epoch | loss)
@@ -108,7 +116,7 @@ class Reader:
             return _reading(bar)
         if line.lstrip().startswith("{"):
             self._loss = loss
-        step = _groups(_STEP, line) | _groups(_EPOCH, line)
+        step = _plain(_STEP, line) | _groups(_EPOCH, line)
         before = self._step
         if _STEP.fullmatch(line.strip()) or _HEADING.search(line.rstrip()):
             self._step = step
@@ -121,6 +129,14 @@ def _groups(pattern: re.Pattern[str], line: str) -> dict[str, str | None]:
     """Return what the groups of a pattern have found; without names they are the step and the loss."""
     found = pattern.search(line)
     return found.groupdict() or dict(zip(("step", "loss"), found.groups(), strict=False)) if found else {}
+
+
+def _plain(pattern: re.Pattern[str], line: str) -> dict[str, str | None]:
+    """Return what a pattern's groups have found behind no other word (2 in `kl loss 1 | loss 2`), or else first."""
+    first = found = pattern.search(line)
+    while found and _WORD_END.match(line, max(found.start() - 2, 0), found.start()):
+        found = pattern.search(line, found.end())
+    return (found or first).groupdict() if first else {}
 
 
 def _reading(groups: dict[str, str | None]) -> Reading | None:

@@ -278,3 +278,47 @@ def test_a_resume_within_an_epoch_counts_from_that_epochs_beginning(tmp_path: Pa
             f.writelines(f"epoch {epoch} step {step}/250 loss 1.0\n" for epoch, step in prints)
         output.close()
     assert [line["step"] for line in read_json_lines(run.metrics)] == [0, 200, 250, 470, 460, 490, 730, 470, 740]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "step 100 | val | loss 2.5",
+        "[step 100] val: loss=2.5 acc=0.5",
+        "Step 100 Eval: loss 2.3",
+        "2025-01-01 10:00:00,123 INFO Validation: step 10 loss 2.3",
+        "2025-01-01 10:00:00,123 - INFO - step 10 - validation - loss 2.3",
+        "Epoch 3 | val | step 10/100 | loss 2.5",
+        "Testing: step 5 loss 2.3",
+        "step=5 loss=2.3 split=eval",
+        '{"step": 5, "loss": 2.3, "split": "val"}',
+        "{'epoch': 1, 'step': 5, 'mode': 'eval', 'loss': 2.3}",
+        "step 10 val-loss=2.4",
+        "step 10 loss/val 2.4",
+        "step 10 dev loss 2.4",
+        "step 10 best loss 2.4",
+    ],
+)
+def test_an_evaluation_is_told_wherever_the_line_says_so(line: str) -> None:
+    assert Reader(None).read(line) is None
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("step 5 | kl loss 0.1 | policy loss 0.2 | loss 2.3", Reading(5, None, 2.3)),
+        ("step 5 | CTC Loss: 5.1", Reading(5, None, 5.1)),
+        ("max steps 1000 | step 5 | loss 2.3", Reading(5, None, 2.3)),
+        ("step 10 Loss/test: 2.4 Loss/train: 2.3", Reading(10, None, 2.3)),
+        ('{"step": 5, "loss": 2.3, "split": "train", "val": null}', Reading(5, None, 2.3)),
+        ("step 5 | val: n/a | loss 2.3", Reading(5, None, 2.3)),
+        ("epoch 0.05 | step 10/100 | loss 2.3", Reading(10, 100, 2.3)),
+        ("Epoch: 0 | Batch: 100 | Loss: 2.3", Reading(100, None, 2.3, epoch=0)),
+        ("Epoch 1, batch size 32, loss: 2.3", None),
+        ("Epoch [1/10]: [5/100]   5%|▌    , loss=2.3 [00:01<00:20]", Reading(5, 100, 2.3, epoch=1)),  # ignite
+        ("Epoch 1 train:  50%|█████     | 5/10 [00:01<00:00, loss=2.3]", Reading(5, 10, 2.3, epoch=1)),
+        ("Train: 100%|██████████| 10/10 [00:01<00:00, loss=2.3]", None),  # the percentage is no epoch
+    ],
+)
+def test_of_several_losses_and_steps_the_plain_one_is_read(line: str, said: Reading | None) -> None:
+    assert Reader(None).read(line) == said
