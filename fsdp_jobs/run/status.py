@@ -236,7 +236,7 @@ class RunStatus:
     @property
     def starting(self) -> str:
         """Return the breakdown of the time of starting and stopping; incomplete after `glance`."""
-        return self._starts.breakdown(self.goodput.start_s)
+        return self._starts.breakdown(self.goodput.start_s if self.has_steps else 0.0)
 
     @property
     def has_steps(self) -> bool:

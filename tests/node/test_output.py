@@ -322,3 +322,15 @@ def test_an_evaluation_is_told_wherever_the_line_says_so(line: str) -> None:
 )
 def test_of_several_losses_and_steps_the_plain_one_is_read(line: str, said: Reading | None) -> None:
     assert Reader(None).read(line) == said
+
+
+def test_a_restart_from_an_epochs_beginning_repeats_nothing_of_the_epoch_before(tmp_path: Path) -> None:
+    run, log = RunDir(tmp_path), RunDir(tmp_path).rank_log(0, 0, 0)
+    log.parent.mkdir(parents=True)
+    for epochs in ((1, 2), (2,)):
+        output = OutputMetrics(None, run, 0, 0, [])
+        output.begin_round(ALONE)
+        with log.open("a") as f:
+            f.writelines(f"Epoch: [{epoch}][{step}/250] Loss 1.0\n" for epoch in epochs for step in (1, 101, 201))
+        output.close()
+    assert [line["resumed"] for line in read_json_lines(run.metrics) if "resumed" in line] == [0, 250]

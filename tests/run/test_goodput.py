@@ -195,3 +195,15 @@ def test_the_failures_of_nodes_and_their_time_are_counted(tmp_path: Path) -> Non
         _event(run, 190_000 + 43_200, "round_broken", why="an error of the program", step=0, committed=0)
     assert failures_of(runs) == Failures(4, 2 * (4 + 1 + 0.5 + 0.5), 2)
     assert failures_of([]) == Failures()
+
+
+def test_the_time_of_a_program_without_steps_is_not_called_starting(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    placed = {"nodes": [0], "hosts": ["a"], "strategy": "no_shard", "shard_group": 1, "world_size": 1}
+    _event(run, 100, "submitted")
+    _event(run, 100, "attempt_started")
+    _event(run, 102, "round_started", round=0, **placed)
+    _event(run, 9000, "attempt_ended", **STOP)
+    status = RunStatus(run)
+    status.update()
+    assert status.starting == "nodes 2.0s"
