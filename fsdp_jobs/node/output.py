@@ -57,7 +57,7 @@ _STEP = re.compile(
     rf"\b(?=[begins-t\d]){_NO_TRAINING}"  # its first letters: to look back takes longer
     r"(?:training +\[ *(?=\d+/\d+\] +eta)|iter\(train\) +\[ *|(?<!\|)\d+\|(?=\d+\|loss)|"
     r"(?:global[_ ]?step|step|iter(?:ation)?|num_update|"
-    r"(?<=\[)batch|batch(?=\W+\d+/\d)|epoch\W+\d+(?:/\d+)?\W+batch)s?['\"]?\s*[:=#]?\s*['\"\[]?)"
+    r"(?<=\[)batch|batch(?=\W+\d+/\d)|epoch\W+\d+(?:/\d+)?\W+batch(?!.*\b(?:step|iter)))s?['\"]?\s*[:=#]?\s*['\"\[]?)"
     r"(?:\d+%\|.*\|\s*)?(?P<step>\d[\d,]*)(?![\d.]*[\w%])(?:\s*(?:/|of)\s*(?P<steps>\d[\d,]*))?",
     re.IGNORECASE,
 )

@@ -314,6 +314,7 @@ def test_an_evaluation_is_told_wherever_the_line_says_so(line: str) -> None:
         ("step 5 | val: n/a | loss 2.3", Reading(5, None, 2.3)),
         ("epoch 0.05 | step 10/100 | loss 2.3", Reading(10, 100, 2.3)),
         ("Epoch: 0 | Batch: 100 | Loss: 2.3", Reading(100, None, 2.3, epoch=0)),
+        ("Epoch: 1, Batch: 32, Step: 100, Loss: 2.3", Reading(100, None, 2.3, epoch=1)),
         ("Epoch 1, batch size 32, loss: 2.3", None),
         ("Epoch [1/10]: [5/100]   5%|▌    , loss=2.3 [00:01<00:20]", Reading(5, 100, 2.3, epoch=1)),  # ignite
         ("Epoch 1 train:  50%|█████     | 5/10 [00:01<00:00, loss=2.3]", Reading(5, 10, 2.3, epoch=1)),
