@@ -280,7 +280,7 @@ class _Followed:
         if not self.newest:
             last, before = [*islice(newest_json_lines(self.run.metrics), 2), {}, {}][:2]
             between = last.get("step", 0) - before.get("step", 0)
-            line["resumed"] = max(min(reading.step - 1, self.before), reading.step - max(1, between))
+            line["resumed"] = max(0, min(reading.step - 1, self.before), reading.step - max(1, between))
             step_s = last.get("step_s", 0.0)
             self.clock.resume(line["resumed"], at - (reading.step - line["resumed"]) * step_s)
         else:

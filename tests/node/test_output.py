@@ -332,6 +332,6 @@ def test_a_restart_from_an_epochs_beginning_repeats_nothing_of_the_epoch_before(
         output = OutputMetrics(None, run, 0, 0, [])
         output.begin_round(ALONE)
         with log.open("a") as f:
-            f.writelines(f"Epoch: [{epoch}][{step}/250] Loss 1.0\n" for epoch in epochs for step in (1, 101, 201))
+            f.writelines(f"Epoch: [{epoch}][{step}/250] Loss 1.0\n" for epoch in epochs for step in (0, 100, 200))
         output.close()
-    assert [line["resumed"] for line in read_json_lines(run.metrics) if "resumed" in line] == [0, 250]
+    assert [line["resumed"] for line in read_json_lines(run.metrics) if "resumed" in line] == [0, 249]
