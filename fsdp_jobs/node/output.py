@@ -143,6 +143,8 @@ def _reading(groups: dict[str, str | None]) -> Reading | None:
     numbers: dict[str, Any] = {
         name: (float if name == "loss" else int)(text.replace(",", "")) for name, text in groups.items() if text
     }
+    if numbers.get("steps", 0) < numbers.get("step", 0):
+        numbers.pop("steps", None)  # an epoch's, while the step counts over all
     is_step = max(numbers.get("step", _HIGHEST), numbers.get("steps", 0)) < _HIGHEST
     return Reading(**numbers) if is_step else None
 

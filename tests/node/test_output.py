@@ -335,3 +335,16 @@ def test_a_restart_from_an_epochs_beginning_repeats_nothing_of_the_epoch_before(
             f.writelines(f"Epoch: [{epoch}][{step}/250] Loss 1.0\n" for epoch in epochs for step in (0, 100, 200))
         output.close()
     assert [line["resumed"] for line in read_json_lines(run.metrics) if "resumed" in line] == [0, 249]
+
+
+def test_an_epochs_length_is_no_total_of_steps_over_all_epochs(tmp_path: Path) -> None:
+    run, log = RunDir(tmp_path), RunDir(tmp_path).rank_log(0, 0, 0)
+    log.parent.mkdir(parents=True)
+    output = OutputMetrics(None, run, 0, 0, [])
+    output.begin_round(ALONE)
+    with log.open("a") as f:  # as Ignite's examples print
+        f.writelines(f"Epoch[{1 + (i - 1) // 100}] Iteration[{i}/100] Loss: 2.30\n" for i in range(50, 301, 50))
+    output.close()
+    lines = list(read_json_lines(run.metrics))
+    assert [line["step"] for line in lines] == [50, 100, 150, 200, 250, 300]
+    assert all(line.get("steps") is None for line in lines)
