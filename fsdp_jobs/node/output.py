@@ -194,14 +194,14 @@ class OutputMetrics:
             self._followed = []  # for good: the ranks' states are cleared when they end
         for followed in self._followed:
             with suppress(OSError):  # no log yet, or no disk; the next call tries again
-                now, before = job_time(), followed.looked_at
+                now = job_time()
                 # A killed rank's lines are older than now.
-                written_at = followed.log.stat().st_mtime + now - time.time()
-                now = min(now, max(before, written_at))
+                end = min(now, followed.log.stat().st_mtime + now - time.time())
+                start = max(followed.newest.get("time", 0.0), end - (now - followed.looked_at))
                 readings = list(followed.new(is_end))
                 followed.looked_at = now
                 for i, reading in enumerate(readings, 1):  # spread evenly over the time since the last read
-                    line = followed.line(reading, before + (now - before) * i / len(readings))
+                    line = followed.line(reading, start + max(0.0, end - start) * i / len(readings))
                     append_line(self._run.metrics, line | {"attempt": self._attempt})
                 if readings:
                     self._followed = [followed]

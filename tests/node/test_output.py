@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_jobs.node import output as output_module
 from fsdp_jobs.node.output import OutputMetrics, Reader, Reading
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.messages import Round
@@ -348,3 +349,24 @@ def test_an_epochs_length_is_no_total_of_steps_over_all_epochs(tmp_path: Path) -
     lines = list(read_json_lines(run.metrics))
     assert [line["step"] for line in lines] == [50, 100, 150, 200, 250, 300]
     assert all(line.get("steps") is None for line in lines)
+
+
+def test_the_first_steps_after_a_silence_take_no_part_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(output_module, "_EVERY_S", 3600)
+    monkeypatch.setattr(output_module, "job_time", lambda: now)
+    run, log = RunDir(tmp_path), RunDir(tmp_path).rank_log(0, 0, 0)
+    log.parent.mkdir(parents=True)
+    output = OutputMetrics(None, run, 0, 0, [])
+    output.begin_round(ALONE)
+    log.write_text("downloading\n")
+    output._look()
+    now = 1099.5
+    output._look()
+    log.write_text("downloading\n" + "".join(f"step {step} loss 1.0\n" for step in range(1, 6)))
+    now = 1100.0
+    output._look()
+    output.close()
+    lines = list(read_json_lines(run.metrics))
+    assert [line["time"] for line in lines] == pytest.approx([1099.6, 1099.7, 1099.8, 1099.9, 1100], abs=0.09)
+    assert lines[-1]["useful_s"] == pytest.approx(0.4, abs=0.01)
