@@ -35,14 +35,14 @@ _LONGEST_LINE = 1 << 12  # bytes of a line that are parsed
 _NUMBER = r"[-+]?\d{1,3}(?:,\d{3})+\.\d+|[-+]?\d+\.?\d*(?:e[-+]?\d+)?|[-+]?inf|nan"
 _EVALUATING = ("val", "eval", "test", "valid", "validate", "validation", "evaluate", "evaluation", "dev")
 _NO_TRAINING = "".join(f"(?<!{word}[ .-])" for word in _EVALUATING)
-_EVALUATES = r"(?:val|eval|valid|validat\w+|evaluat\w+|test|testing)\b"
+_EVALUATES = r"(?:val|eval|valid|validat\w+|evaluat\w+|testing)\b"  # `test` may be a program's own name
 _EVALUATION = re.compile(
     # At the beginning of a line or of its message, before any step,
     r"^(?:(?!\b(?:step|iter|batch|epoch|loss)).)*?(?:^|[\[\]:|>]| - | (?:INFO|DEBUG) )\s*" + _EVALUATES + r"(?![-=/.])|"
     # as a word by itself before the loss,
     r"^(?:(?!loss).)*?(?<![\w/.-])" + _EVALUATES + r"(?:\s*[])|]|\s+-\s|:\s*(?![-+\d\s]|n/?a))|"
-    # or as the value of a key, anywhere.
-    r"(?:=|: ?['\"])" + _EVALUATES + r"(?:['\"]?[,}\s]|$)",
+    # or as the part of the data that a key names, anywhere.
+    r"\b(?:split|mode|phase|stage|subset)['\"]?\s*[:=]\s*['\"]?(?:" + _EVALUATES + r"|test\b)",
     re.IGNORECASE,
 )
 _NO_PART = "(?<!aux )(?<!balance )(?<!best )(?<!z-)"  # of a loss that has several
@@ -197,10 +197,10 @@ class OutputMetrics:
                 now = job_time()
                 # A killed rank's lines are older than now.
                 end = min(now, followed.log.stat().st_mtime + now - time.time())
-                start = max(followed.newest.get("time", 0.0), end - (now - followed.looked_at))
+                start = followed.newest.get("time", end - (now - followed.looked_at))
                 readings = list(followed.new(is_end))
                 followed.looked_at = now
-                for i, reading in enumerate(readings, 1):  # spread evenly over the time since the last read
+                for i, reading in enumerate(readings, 1):  # spread evenly since the last one, or the last read
                     line = followed.line(reading, start + max(0.0, end - start) * i / len(readings))
                     append_line(self._run.metrics, line | {"attempt": self._attempt})
                 if readings:
