@@ -141,8 +141,14 @@ class Batch(Attempt):
             time.sleep(self.poll_s)
             if late and not (late := node_test.late(folder, self.hosts)):
                 deadline = time.monotonic() + node_test.TIMEOUT_S
+        self._notice_end(step)
         step.popen.kill()
         return late
+
+    def _notice_end(self, step: Process) -> None:
+        """Stop as if signalled when SIGTERM has ended a step: at the start of GraceTime SLURM signals only steps."""
+        if step.has_ended and step.popen.returncode == 128 + signal.SIGTERM:
+            self.stop_signal = self.stop_signal or "SIGTERM"
 
     def _tell(self, error: client.SlurmError) -> None:
         """Record, once for each reason, that this host cannot start processes on the nodes."""
@@ -176,6 +182,8 @@ class Batch(Attempt):
 
     def on_poll(self) -> None:
         now = time.monotonic()
+        for process in self.processes:
+            self._notice_end(process)
         if self.stop_signal and now - self._signalled_at > _RESEND_S:  # repeated: the coordinator may be a new one
             self._signalled_at = now
             if reachable(self.coordinator):  # then its signal handlers are installed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +36,17 @@ import sys
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.verdict import Verdict
 Verdict("preempted", "requeue", "saved").close(RunDir(sys.argv[1]), 0)
+"""
+ASKED = """
+import os, signal, socket, sys, time
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.verdict import Verdict
+def save(*_):
+    Verdict("preempted", "requeue", "saved").close(RunDir(sys.argv[1]), 0)
+    sys.exit()
+signal.signal(signal.SIGUSR1, save)
+listening = socket.create_server(("", int(os.environ["FSDP_JOBS_COORDINATOR"].rpartition(":")[2])))
+time.sleep(60)
 """
 OWN = ("SLURM_GPUS", "SLURM_TRES_PER_TASK")
 AGENT = "import sys, time; time.sleep(4) if sys.argv[1] == '0' else sys.exit(3)"
@@ -230,3 +242,24 @@ def test_a_node_test_that_slurm_does_not_start_blames_no_node(tmp_path: Path, an
         assert (ended["decision"], ended["reason"]) == ("stop", "the node test began on no node: pyxis: no such image")
         assert calls.read_text() == 3 * "srun\n"
     assert not job.run.excluded_hosts()
+
+
+@pytest.mark.parametrize("tests", [True, False])
+def test_steps_that_a_preemption_ends_as_they_start_requeue_the_job_and_blame_no_node(
+    tmp_path: Path, tests: bool
+) -> None:
+    """SLURM sends SIGTERM at the start of GraceTime, only to steps; a Python that is starting dies of it."""
+    for command, script in {
+        "srun": f'while [ "${{1#--}}" != "$1" ]; do shift; done; "$@"; sleep 1; exit {128 + signal.SIGTERM}',
+        "squeue": "echo '7|RUNNING|None|N/A|node[1-2]|node1|7'",
+        "scontrol": "[ $1 = requeue ] && (sleep 2; kill -TERM $PPID) >/dev/null 2>&1 &",
+    }.items():
+        say(tmp_path, command, script)
+    job = Watched(RunDir(tmp_path / "runs" / "a"))
+    begins = ["sh", "-c", 'touch "$0/node1.begun"'] if tests else []
+    asked = [sys.executable, "-c", ASKED, str(job.run.path)]
+    Commands(asked, ["true"], begins, {}, max_nodes=2, regrow=False, exclude=[], submit=[]).write(job.run)
+    done = batch(tmp_path, job.run, {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_CPUS_PER_NODE": "2(x2)"})
+    (ended,) = job.events("attempt_ended")
+    assert (ended["verdict"], ended["decision"]) == ("preempted", "requeue"), done.stderr
+    assert "requeued; excluded nodes: none" in done.stderr and not job.run.excluded_hosts()
