@@ -243,6 +243,7 @@ def _accounted(job_ids: Sequence[str]) -> dict[str, QueuedJob | None]:
     for line in text.splitlines():  # a requeued job has several; the last is the newest
         job_id, state, start, nodes, uid, name, comment, *_ = [*line.split("|", 6), *[""] * 6]
         state = state.partition(" ")[0]  # "CANCELLED by 1000"
+        nodes = nodes.replace("None assigned", "")
         job = QueuedJob(job_id, state, start=start, nodes=nodes, name=name, comment=comment)
         found[job_id] = _controllers(job) if job.state.is_active and uid == str(os.getuid()) else job
     return found

@@ -113,8 +113,10 @@ def test_a_held_job_comes_with_its_cure(slurm: Path) -> None:
 
 
 def test_a_forgotten_job_is_known_by_accounting_in_its_newest_record(slurm: Path) -> None:
-    say(slurm, "sacct", queue("7|REQUEUED|t|node1", "7|CANCELLED by 1000|t|node2"))
+    say(slurm, "sacct", queue("7|REQUEUED|t|node1", "7|CANCELLED by 1000|t|node2", "8|CANCELLED|t|None assigned"))
     assert state("7") is State.STOPPED
+    (described,) = SlurmLauncher().describe(["8"])
+    assert described is not None and described.message == "SLURM job 8 is CANCELLED"
 
 
 def test_accounting_that_has_missed_a_jobs_end_does_not_keep_it_alive(slurm: Path) -> None:
