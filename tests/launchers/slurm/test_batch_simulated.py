@@ -244,13 +244,13 @@ def test_a_node_test_that_slurm_does_not_start_blames_no_node(tmp_path: Path, an
     assert not job.run.excluded_hosts()
 
 
-@pytest.mark.parametrize("tests", [True, False])
-def test_steps_that_a_preemption_ends_as_they_start_requeue_the_job_and_blame_no_node(
-    tmp_path: Path, tests: bool
+@pytest.mark.parametrize(("tests", "number"), [(True, signal.SIGTERM), (False, signal.SIGUSR1)])
+def test_steps_that_a_signal_ends_as_they_start_requeue_the_job_and_blame_no_node(
+    tmp_path: Path, tests: bool, number: int
 ) -> None:
-    """SLURM sends SIGTERM at the start of GraceTime, only to steps; a Python that is starting dies of it."""
+    """GraceTime and `scancel --signal` signal only steps, where a Python that is starting dies of it."""
     for command, script in {
-        "srun": f'while [ "${{1#--}}" != "$1" ]; do shift; done; "$@"; sleep 1; exit {128 + signal.SIGTERM}',
+        "srun": f'while [ "${{1#--}}" != "$1" ]; do shift; done; "$@"; sleep 1; exit {128 + number}',
         "squeue": "echo '7|RUNNING|None|N/A|node[1-2]|node1|7'",
         "scontrol": "[ $1 = requeue ] && (sleep 2; kill -TERM $PPID) >/dev/null 2>&1 &",
     }.items():
