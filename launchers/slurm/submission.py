@@ -47,7 +47,7 @@ def sbatch(folder: Path, script: str) -> str:
     try:
         return str(Executor(folder)._submit_command(script).job_id)
     except (RuntimeError, OSError) as e:  # of submitit: refused, or there is no srun here
-        raise JobFailed(f"sbatch: {getattr(e.__cause__, 'output', e)}") from e
+        raise JobFailed(f"sbatch: {getattr(e.__cause__, 'output', '') or e.__cause__ or e}") from e
 
 
 Groups = list[list[int]]  # indices of jobs with equal scripts

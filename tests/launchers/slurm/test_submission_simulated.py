@@ -103,3 +103,9 @@ def test_a_host_without_srun_is_told_in_words(slurm: Path, monkeypatch: pytest.M
 def test_where_there_are_no_arrays_jobs_are_not_grouped(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "settings", lambda: {"MaxArraySize": "0"})
     assert group_equal([SMALL, SMALL]) == [[0], [1]]
+
+
+def test_an_sbatch_that_is_killed_without_a_word_is_told_in_words(slurm: Path) -> None:
+    say(slurm, "sbatch", "kill -9 $$")
+    with pytest.raises(JobFailed, match=r"sbatch: .* died with <Signals.SIGKILL: 9>"):
+        submitted(slurm, [SMALL], 0)
