@@ -241,7 +241,7 @@ def _forgotten(run: RunDir, app_id: str) -> tuple[State, str]:
         return State.STOPPED, f"SLURM has forgotten the job, which never started: {why}"
     requests = events.newest_of(run, events.StopRequested)
     asked = next((e.why for e in requests if e.attempt == run.last_attempt()), None)
-    if asked is not None:
+    if asked is not None and Verdict.read(run, run.last_attempt()) is None:
         return State.STOPPED, f"SLURM has forgotten the job, which ended before it had saved: {asked}"
     return State.FAILED, "SLURM has forgotten the job"
 

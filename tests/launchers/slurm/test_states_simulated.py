@@ -15,6 +15,7 @@ from torchx.specs import make_app_handle
 
 from fsdp_jobs.config.errors import BadInput, JobFailed
 from fsdp_jobs.config.hydra import compose_job
+from fsdp_jobs.launchers.base import Description
 from fsdp_jobs.launchers.slurm import client, site
 from fsdp_jobs.launchers.slurm.companions import Companions
 from fsdp_jobs.launchers.slurm.scheduler import SlurmLauncher
@@ -356,3 +357,14 @@ def test_a_node_in_place_of_a_lost_one_is_asked_for_where_the_job_runs(
 def test_a_job_waits_for_what_both_its_sweep_and_its_user_name() -> None:
     own = Script(("--nodes=1",), (long_form("-dafterok:7"),), (), "python", "/home/me", False, margin_s=10)
     assert "#SBATCH --dependency=afterany:5,afterok:7\n" in own.of_run("/run", "a", "tag", after="5")
+
+
+@pytest.mark.parametrize("decision", ["stop", "requeue"])
+def test_a_forgotten_job_that_saved_when_it_was_asked_to_stop_is_not_said_to_have_ended_before(
+    slurm: Path, decision: str
+) -> None:
+    """After `fsdp-jobs cancel`, or `scancel`, whose requeue SLURM does not do."""
+    known_run(slurm, "9", Verdict("preempted", decision, "asked; saved at step 7"))
+    events.record(RunDir(slurm / "runs" / "a"), 0, events.StopRequested("asked"))
+    (described,) = SlurmLauncher().describe(["9"])
+    assert described == Description(State.STOPPED, "asked; saved at step 7")
