@@ -108,7 +108,7 @@ class Companions:
 
 
 def fill_in(run: RunDir, node: int, job_id: str) -> int:
-    """Run one agent until its attempt ends; return the agent's exit code."""
+    """Run one agent until its attempt ends; return its exit code if it ends before."""
     attempt, host = Attempt(run, int(os.environ[ATTEMPT_ENV])), os.environ["SLURMD_NODENAME"]
 
     def is_over() -> bool:
@@ -124,7 +124,7 @@ def fill_in(run: RunDir, node: int, job_id: str) -> int:
         if gone.done() and gone.result():
             return 0
     attempt.finish(_LEAVE_S)
-    return int(agent.popen.returncode)
+    return 0 if is_over() else int(agent.popen.returncode)
 
 
 def _may_run(job_id: str) -> bool:

@@ -13,9 +13,10 @@ import pytest
 from fsdp_jobs.launchers.base import at_once
 from fsdp_jobs.launchers.slurm import client
 from fsdp_jobs.launchers.slurm.again import start_again
-from fsdp_jobs.launchers.slurm.companions import Companions
+from fsdp_jobs.launchers.slurm.companions import Companions, fill_in
 from fsdp_jobs.launchers.slurm.steps import Commands, srun
 from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.env import ATTEMPT_ENV
 from tests.jobs import ROOT, Watched
 from tests.launchers.slurm.simulated import say
 
@@ -263,3 +264,17 @@ def test_steps_that_a_signal_ends_as_they_start_requeue_the_job_and_blame_no_nod
     (ended,) = job.events("attempt_ended")
     assert (ended["verdict"], ended["decision"]) == ("preempted", "requeue"), done.stderr
     assert "requeued; excluded nodes: none" in done.stderr and not job.run.excluded_hosts()
+
+
+def test_a_companion_that_ends_with_its_job_has_not_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SLURM would mail its user of a failure at each requeue of the job."""
+    say(tmp_path, "srun", 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"')
+    say(tmp_path, "squeue", "echo '7|RUNNING|None|N/A|node1|node1|7'")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    for name, value in {ATTEMPT_ENV: "0", "SLURMD_NODENAME": "node2", "SLURM_CPUS_ON_NODE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    run = RunDir(tmp_path / "runs" / "a")
+    run.attempt(0).mkdir(parents=True)
+    agent = [sys.executable, "-c", SAVED + "sys.exit(75)", str(run.path)]
+    Commands([], agent, [], {}, max_nodes=2, regrow=True, exclude=[], submit=[]).write(run)
+    assert fill_in(run, 1, "7") == 0
