@@ -323,21 +323,20 @@ def prune(args: list[str]) -> int:
     flags = parser.parse(args)
     kept = best_runs(flags.runs_dir) if flags.keep_best else []
     found = list(old_runs(flags.runs_dir, _seconds(flags.older_than), kept))
-    failed = False
+    problems: list[str] = []
     for old in found:
         since = f"{datetime.fromtimestamp(old.ended_at):%Y-%m-%d}"
         say(f"{old.run.name}  {old.state} since {since}  {size(old.bytes)}")
-        for problem in remove(old) if flags.yes else []:
-            failed = True
-            complain(f"not removed: {problem}")
+        problems += remove(old) if flags.yes else []
     for folder in unfinished(flags.runs_dir):
         say(f"{folder.name}  left by a prune that was interrupted")
-        if flags.yes:
-            erase(folder)
+        problems += erase(folder) if flags.yes else []
+    for problem in dict.fromkeys(problems):
+        complain(f"not removed: {problem}")
     gone = [old for old in found if not (flags.yes and old.run.path.exists())]
     total = f"{counted(len(gone), 'run')}, {size(sum(old.bytes for old in gone))}"
     say(f"removed {total}" if flags.yes else f"{total} would be removed, with checkpoints: add --yes")
-    return EXIT_FAILED if failed else 0
+    return EXIT_FAILED if problems else 0
 
 
 def _seconds(age: str) -> float:

@@ -281,7 +281,7 @@ class RunDir:
         with (self.submit / "lock").open("a+") as file:
             if not wait_until(lambda: try_lock(file), wait_s, 0.05):
                 file.seek(0)
-                what = f"another command submits it: {file.read()}"
+                what = f"another command submits or removes it: {file.read()}"
                 raise BadInput.at(f"run {self.name}", what, "wait for it, or end it")
             with suppress(OSError):  # a full disk: the lock is held, but does not name its holder
                 os.ftruncate(file.fileno(), 0)

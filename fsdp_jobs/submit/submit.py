@@ -202,6 +202,9 @@ def submit(
             locks.enter_context(job.run.locked())
             adopt(job.run)
             if (now := job.run.read_job()) != job.before:  # another command was faster
+                if not now:
+                    what = "another command has just removed it, with its checkpoints"
+                    raise BadInput.at(f"run {job.run.name}", what, "submit it with all overrides: it begins anew")
                 check_existing_run(job.config, job.run)
                 _check_free(job.run)
                 job.before = now

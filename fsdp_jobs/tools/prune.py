@@ -48,10 +48,11 @@ def old_runs(runs_dir: str, older_than_s: float, keep: Sequence[str]) -> Iterato
         if row.owner is not None or row.state not in ENDED:
             continue
         place = run.path.resolve()  # the run may be a symbolic link
-        stats = [file.lstat() for file in (place, *place.rglob("*"))]
-        changed_at = max(stat.st_mtime for stat in stats)
-        if time.time() - changed_at > older_than_s:
-            yield Old(run, row.state, run.submission, changed_at, sum(stat.st_size for stat in stats))
+        with suppress(FileNotFoundError):  # it changes just now
+            stats = [file.lstat() for file in (place, *place.rglob("*"))]
+            changed_at = max(stat.st_mtime for stat in stats)
+            if time.time() - changed_at > older_than_s:
+                yield Old(run, row.state, run.submission, changed_at, sum(stat.st_size for stat in stats))
 
 
 def remove(old: Old) -> list[str]:
@@ -60,11 +61,12 @@ def remove(old: Old) -> list[str]:
     If this is interrupted, a hidden folder remains that no verb lists as a run: see `unfinished`.
     """
     place = old.run.path.resolve()
-    inside = (entry for entry in place.rglob("*") if entry.is_dir() and not entry.is_symlink())
-    folders = [old.run.path.parent, place.parent, place, *inside]
-    if closed := [folder for folder in folders if not os.access(folder, os.W_OK | os.X_OK)]:
-        return [f"{closed[0]}: you may not write there"]
     try:
+        inside = (entry for entry in place.rglob("*") if entry.is_dir() and not entry.is_symlink())
+        folders = [old.run.path.parent, place.parent, place, *inside]
+        if closed := [folder for folder in folders if not os.access(folder, os.W_OK | os.X_OK)]:
+            problems = [f"{closed[0]}: you may not write there"]
+            return problems if place.exists() else []  # another command has removed it
         with old.run.locked(wait_s=0):
             if old.run.submission != old.submission:
                 return [f"{old.run.path}: has been submitted again"]
@@ -72,7 +74,7 @@ def remove(old: Old) -> list[str]:
     except BadInput as e:
         return [f"{old.run.path}: {e.problems[0].what}"]
     except OSError as e:
-        return [f"{e.filename or old.run.path}: {e.strerror}"]
+        return [f"{e.filename or old.run.path}: {e.strerror}"] if place.exists() else []
 
 
 def _remove(run: RunDir) -> list[str]:
@@ -92,8 +94,7 @@ def _remove(run: RunDir) -> list[str]:
         except Exception as e:  # clients of object stores raise any exception
             return [f"{home}: {type(e).__name__}: {e}"]  # the next try finds them by the run directory
     # A new folder to move it into could not be made on a full disk, which this is to make room on.
-    erase(run.path.rename(run.path.with_name(f"{_GOING}{run.name}-{secrets.token_hex(4)}")))
-    return problems
+    return problems + erase(run.path.rename(run.path.with_name(f"{_GOING}{run.name}-{secrets.token_hex(4)}")))
 
 
 def unfinished(runs_dir: str) -> list[Path]:
@@ -101,13 +102,20 @@ def unfinished(runs_dir: str) -> list[Path]:
     return [folder for folder in sorted(Path(runs_dir).glob(f"{_GOING}*")) if folder.lstat().st_uid == os.getuid()]
 
 
-def erase(folder: Path) -> None:
-    """Remove a directory, or a link and the one behind it, that another command may be removing, too."""
-    while (place := folder.resolve()).exists():
-        with suppress(FileNotFoundError):
-            shutil.rmtree(place)
-    if folder.is_symlink():
-        folder.unlink(missing_ok=True)
+def erase(folder: Path) -> list[str]:
+    """Remove a directory, or a link and the one behind it; return what could not be.
+
+    Another command may be removing it, too.
+    """
+    try:
+        while (place := folder.resolve()).exists():
+            with suppress(FileNotFoundError):
+                shutil.rmtree(place)
+        if folder.is_symlink():
+            folder.unlink(missing_ok=True)
+    except OSError as e:  # on NFS a file that is still open stays
+        return [f"{folder}: {e.filename}: {e.strerror}"]
+    return []
 
 
 def _remove_checkpoints(home: Path, identity: str) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -216,3 +217,14 @@ def test_ctrl_c_at_a_submission_says_that_it_is_withdrawn_and_where_to_see_what_
     assert main(["name=a", f"runs_dir={tmp_path}", "nodes=1", "nproc_per_node=1"]) == 130
     assert "withdrawing what was submitted; after another Ctrl-C fsdp-jobs list" in capsys.readouterr().out
     assert not RunDir(tmp_path / "a").is_submitted
+
+
+def test_a_run_that_is_removed_meanwhile_does_not_begin_anew_without_a_word(tmp_path: Path) -> None:
+    config = compose_job([f"runs_dir={tmp_path}", "name=a", "nodes=1", "nproc_per_node=1"])
+    taking = _Launcher("taking", "7")
+    submission.submit([replace(submission.prepare([config])[0], launcher=taking)], [[]])  # type: ignore[arg-type]
+    (again,) = submission.prepare([config])
+    shutil.rmtree(again.run.path)
+    with pytest.raises(BadInput, match="has just removed it"):
+        submission.submit([replace(again, launcher=taking)], [[]])  # type: ignore[arg-type]
+    assert not again.run.config.exists()

@@ -187,7 +187,7 @@ def test_a_run_that_is_submitted_meanwhile_stays(folder: Path) -> None:
     (old,) = [o for o in old_runs(str(runs), 30 * _DAY_S, []) if o.run.name == "old"]
     with old.run.locked():
         (problem,) = remove(old)
-    assert "another command submits it" in problem
+    assert "another command submits or removes it" in problem
     write_atomic(old.run.job, json.dumps({**old.run.read_job(), "submission": "261124000000-0a1b2c"}))
     assert remove(old) == [f"{old.run.path}: has been submitted again"]
     assert old.run.config.exists() and (folder / "elsewhere" / "old" / "step-00000010").is_dir()
@@ -206,3 +206,31 @@ def test_of_what_cannot_be_removed_nothing_goes(
     told = capsys.readouterr()
     assert "removed 2 runs" in told.out and "not removed" in told.err, "the sweep's two"
     assert old.run.config.exists() and (folder / "elsewhere" / "old").is_dir()
+
+
+def test_of_two_commands_at_once_the_second_finds_nothing_wrong(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (old,) = [o for o in old_runs(str(folder / "runs"), 30 * _DAY_S, []) if o.run.name == "old"]
+    assert remove(old) == remove(old) == []
+    lstat = Path.lstat
+    gone = folder / "runs" / "tuned-000" / "plan.json"
+    monkeypatch.setattr(Path, "lstat", lambda self: lstat(self if self != gone else gone.with_name("gone")))
+    assert [o.run.name for o in old_runs(str(folder / "runs"), 30 * _DAY_S, [])] == ["tuned-001"]
+
+
+def test_what_stays_is_named_and_the_others_go(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On NFS a file that is still open stays."""
+    erase = shutil.rmtree
+
+    def busy(path: Path) -> None:
+        if path.name.startswith(".pruned-old"):
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), "attempts")
+        erase(path)
+
+    monkeypatch.setattr(shutil, "rmtree", busy)
+    done = called(folder, "prune", "--older-than", "30d", "--yes")
+    assert done.returncode == 1 and done.stderr.count("attempts: Directory not empty") == 1, done
+    assert "removed 3 runs" in done.stdout and {name[:11] for name in names(folder)} - {".pruned-old"} == {
+        "young",
+        "going",
+        "theirs",
+    }
