@@ -43,10 +43,15 @@ def make_at(folder: Path) -> IO[str]:
     """
     hidden = folder.with_name(f".{folder.name}")
     hidden.mkdir(mode=0o700)
-    lock = (hidden / _LOCK).open("w+")
-    try_lock(lock)
-    _sign(lock)
-    hidden.rename(folder)
+    try:
+        lock = (hidden / _LOCK).open("w+")
+        try_lock(lock)
+        _sign(lock)
+        hidden.rename(folder)
+    except OSError as e:
+        shutil.rmtree(hidden, ignore_errors=True)
+        e.filename = e.filename or str(hidden)  # with a full disk the error names no file
+        raise
     return lock
 
 

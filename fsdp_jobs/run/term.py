@@ -92,8 +92,8 @@ def _create(marker: Path, owner: str) -> bool:
 
 def shared_memory(file: Path, size: int) -> mmap.mmap:
     """Map a file that a node's processes share into memory; the first process creates it."""
-    with file.open("a+b") as f:
-        f.truncate(size)
+    with open(os.open(file, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as f:
+        os.posix_fallocate(f.fileno(), 0, size)  # else a write without room is a SIGBUS
         return mmap.mmap(f.fileno(), size)
 
 

@@ -10,6 +10,7 @@ from typing import cast
 
 import pytest
 
+from fsdp_jobs.run import folders
 from fsdp_jobs.run import term as term
 from fsdp_jobs.run.env import RANK_STATE_ENV, TERM_ENV
 from fsdp_jobs.run.events import append_line
@@ -141,3 +142,13 @@ def test_a_rank_looks_for_a_newer_round_before_it_records_once_its_nodes_answer_
     assert [line["step"] for line in read_json_lines(lines)] == [1, 3]
     term._lease_of_node.cache_clear()
     monkeypatch.setattr(term, "_term_of_rank", Term(tmp_path, 0))
+
+
+def test_on_a_full_disk_an_agent_is_told_so_and_is_not_killed_by_a_bus_error(small_disk: Path) -> None:
+    """In /dev/shm a page that was not there before has no room."""
+    fill(small_disk)
+    with pytest.raises(OSError, match="No space left on device"):
+        Lease(small_disk)
+    with pytest.raises(OSError, match=f"No space left on device: '{small_disk}"):
+        folders.make(small_disk, folders.RANKS)
+    assert {file.name for file in small_disk.iterdir()} == {"filler", "lease"}
