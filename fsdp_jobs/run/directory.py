@@ -35,7 +35,6 @@ from fsdp_jobs.run.record import JsonObject
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_JOBS = "[!.]*/job.json"  # of all runs; a hidden folder is being removed
 _LOCKED_S = 60.0  # a submission takes seconds
 
 
@@ -360,12 +359,19 @@ def _valid(name: str) -> str:
 
 
 def recorded_in(runs_dir: str) -> list[RunDir]:
-    """Return every run under a folder that has a record of a submission, oldest first."""
-    found = []
-    for job in Path(runs_dir).glob(_JOBS):
-        with suppress(FileNotFoundError):  # another command has just removed it
-            found.append((job.stat().st_mtime, job.parent))
-    return [RunDir(path) for _, path in sorted(found)]
+    """Return every run under a folder that has a record of a submission, oldest first.
+
+    Raises:
+        OSError: the folder exists and cannot be listed: `glob` would find nothing there.
+    """
+    runs, found = list[RunDir](), []
+    with suppress(FileNotFoundError):
+        runs = [RunDir(path) for path in Path(runs_dir).iterdir()]
+    for run in runs:
+        with suppress(FileNotFoundError, NotADirectoryError, PermissionError):  # no run, or another user's
+            if not run.name.startswith("."):  # such a folder is being removed
+                found.append((run.job.stat().st_mtime, run.path, run))
+    return [run for *_, run in sorted(found)]
 
 
 def pending_in(runs_dir: str) -> list[RunDir]:

@@ -142,3 +142,21 @@ def test_a_store_that_does_not_answer_is_named_and_its_run_stays(
     told = capsys.readouterr()
     assert f"not removed: s3://nobodys/runs/{run.name}: NoCredentialsError" in told.err and "removed 0 runs" in told.out
     assert run.config.exists()
+
+
+@pytest.mark.parametrize("args", [["status"], ["logs"], ["prune", "--older-than", "1d"], ["status", "x*"]])
+def test_a_folder_of_runs_that_cannot_be_listed_is_not_said_to_hold_none(
+    tmp_path: Path, args: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is another user's, whose folders are closed to others."""
+    recorded_run(tmp_path)
+    listdir = os.listdir
+
+    def closed(path: str) -> list[str]:
+        if Path(path) == tmp_path:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return listdir(path)
+
+    monkeypatch.setattr(os, "listdir", closed)
+    assert main([*args, f"runs_dir={tmp_path}"]) == 2
+    assert f"{tmp_path}: Permission denied" in capsys.readouterr().err
