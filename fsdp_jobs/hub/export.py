@@ -47,7 +47,10 @@ def export(run: RunDir, config: JobConfig, file_format: str, step: int | None, o
     target.mkdir(parents=True, exist_ok=True)
     for left in target.glob(".model*.tmp"):  # by an export that was killed, maybe for its memory
         left.unlink(missing_ok=True)
-    entries = SafeReader(folder).read_metadata().state_dict_metadata
+    try:
+        entries = SafeReader(folder).read_metadata().state_dict_metadata
+    except FileNotFoundError as e:
+        raise _unreadable(folder, e) from e
     saved = {n: e for n, e in entries.items() if n.startswith("model.") and isinstance(e, TensorStorageMetadata)}
     if file_format == "pt":
         file = target / "model.pt"
@@ -170,6 +173,10 @@ def _load(folder: Path, entries: dict[str, TensorStorageMetadata]) -> dict[str, 
         load_alone(folder, state)
     except CheckpointException as e:
         ((error, _),) = e.failures.values()
-        cure = "If its job has removed it, raise checkpoint.keep, or export once the job has ended"
-        raise JobFailed(f"{folder} cannot be read: {error}. {cure}.") from e
+        raise _unreadable(folder, error) from e
     return {name.removeprefix("model."): tensor for name, tensor in state.items()}
+
+
+def _unreadable(folder: Path, error: BaseException) -> JobFailed:
+    cure = "If its job has removed it, raise checkpoint.keep, or export once the job has ended"
+    return JobFailed(f"{folder} cannot be read: {error}. {cure}.")

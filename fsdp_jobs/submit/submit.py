@@ -195,6 +195,7 @@ def submit(
 
     Raises:
         BadInput, JobFailed: another command was faster, or a launcher refuses; then all of these jobs are withdrawn.
+        JobFailed: they are submitted, but their handles cannot be recorded.
     """
     with ExitStack() as locks:
         raise_file_limit()  # a sweep holds a lock per run
@@ -223,9 +224,13 @@ def submit(
             for job, texts in zip(jobs, before, strict=True):
                 _write_all(job.run, texts)
             raise
-        handles = at_once(lambda job: record(job.run, job.launcher, app_ids[job.run]), jobs)
-        for job in jobs:
-            job.run.job.touch()  # runs are listed by this time
+        try:
+            handles = at_once(lambda job: record(job.run, job.launcher, app_ids[job.run]), jobs)
+            for job in jobs:
+                job.run.job.touch()  # runs are listed by this time
+        except OSError as e:
+            what = f"submitted, but this cannot be recorded: {e.filename}: {e.strerror}"
+            raise JobFailed(f"{what}. Once it can, fsdp-jobs list finds it.") from e
         return handles
 
 

@@ -160,3 +160,14 @@ def test_a_folder_of_runs_that_cannot_be_listed_is_not_said_to_hold_none(
     monkeypatch.setattr(os, "listdir", closed)
     assert main([*args, f"runs_dir={tmp_path}"]) == 2
     assert f"{tmp_path}: Permission denied" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_its_job_removes_before_it_is_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from fsdp_jobs.hub import export
+
+    run = recorded_run(tmp_path)
+    monkeypatch.setattr(export, "_choose", lambda run, *_: run.checkpoints / "step-00000010")
+    assert main(["export", run.name, f"runs_dir={tmp_path}"]) == 1
+    assert "cannot be read" in (told := capsys.readouterr().err) and "If its job has removed it" in told

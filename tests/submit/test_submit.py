@@ -228,3 +228,17 @@ def test_a_run_that_is_removed_meanwhile_does_not_begin_anew_without_a_word(tmp_
     with pytest.raises(BadInput, match="has just removed it"):
         submission.submit([replace(again, launcher=taking)], [[]])  # type: ignore[arg-type]
     assert not again.run.config.exists()
+
+
+def test_a_job_that_is_submitted_is_not_said_to_be_nothing_when_this_cannot_be_written_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(run: RunDir, *_: Any) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device", str(run.job))
+
+    config = compose_job([f"runs_dir={tmp_path}", "name=a", "nodes=1", "nproc_per_node=1"])
+    (job,), taking = submission.prepare([config]), _Launcher("taking", "7")
+    monkeypatch.setattr(submission, "record", full)
+    with pytest.raises(JobFailed, match=r"submitted, but .*job.json: No space left on device"):
+        submission.submit([replace(job, launcher=taking)], [[]])  # type: ignore[arg-type]
+    assert job.run.pending_launcher == "taking" and not taking.cancelled, "list finds it"
