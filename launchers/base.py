@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 SESSION = "fsdp_jobs"  # in place of the cluster in handles where there is only one, and in old handles
 _AT_ONCE = 16
+_STATE_HOME = "XDG_STATE_HOME=FOLDER, where this machine remembers submissions"
 _AGENT_BYTES = 2**29  # an agent and its fork server, which has imported torch
 _HOST_BYTES = 2**31  # a rank on a GPU
 
@@ -254,8 +255,15 @@ class Launcher(ABC):
 
     @property
     def _links(self) -> Path:
-        """The folder of links, app id -> run directory, of submissions from this machine."""
-        base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+        """The folder of links, app id -> run directory, of submissions from this machine.
+
+        Raises:
+            BadInput: this user has no home.
+        """
+        try:
+            base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+        except RuntimeError as e:
+            raise BadInput.at("HOME", "is not set, and the system knows no home of this user", _STATE_HOME) from e
         return Path(base) / "fsdp_jobs" / self.name.removesuffix("_fsdp")
 
     def known(self) -> list[str]:
@@ -263,8 +271,16 @@ class Launcher(ABC):
         return sorted(link.name for link in self._links.glob("*"))
 
     def remember(self, app_id: str, run: RunDir) -> None:
-        """Keep a link to a submitted run; a cluster that is set up anew reuses ids, so an old link is replaced."""
-        _lead(self._link(app_id), run)
+        """Keep a link to a submitted run; a cluster that is set up anew reuses ids, so an old link is replaced.
+
+        Raises:
+            BadInput: it cannot be written.
+        """
+        link = self._link(app_id)
+        try:
+            _lead(link, run)
+        except OSError as e:
+            raise BadInput.at(str(e.filename or link), str(e.strerror), _STATE_HOME) from e
 
     def follow(self, app_id: str, cluster: str, run: RunDir) -> None:
         """Update the link to a run directory that was moved."""

@@ -242,3 +242,23 @@ def test_a_job_that_is_submitted_is_not_said_to_be_nothing_when_this_cannot_be_w
     with pytest.raises(JobFailed, match=r"submitted, but .*job.json: No space left on device"):
         submission.submit([replace(job, launcher=taking)], [[]])  # type: ignore[arg-type]
     assert job.run.pending_launcher == "taking" and not taking.cancelled, "list finds it"
+
+
+@pytest.mark.parametrize("home", ["none", "closed"])
+def test_a_user_whose_home_is_missing_or_closed_is_told_of_another_place(
+    tmp_path: Path, home: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As in a container with a user of one's own."""
+
+    def homeless(*_: Any) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    (tmp_path / "home").write_text("no folder can be made in it")
+    if home == "none":
+        monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+        monkeypatch.setattr(Path, "home", homeless)
+    else:
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home"))
+    assert main(["name=a", f"runs_dir={tmp_path / 'runs'}", "nodes=1", "nproc_per_node=1", "attach=false"]) == 2
+    assert "XDG_STATE_HOME=FOLDER" in capsys.readouterr().err
+    assert not RunDir(tmp_path / "runs" / "a").is_submitted
