@@ -45,7 +45,8 @@ def records(folder: Path, steps: int) -> tuple[str, str]:
     for life, (first, last) in enumerate(((1, steps // 2), (steps // 2 - 9, steps))):
         placed = {"nodes": [0, 1], "hosts": ["a", "b"], "world_size": 16, "strategy": "full_shard", "shard_group": 16}
         started = {"time": began + first, "event": "round_started", "attempt": 0, "round": life, **placed}
-        events += [{**started, "event": "attempt_started"}] * (life == 0) + [started]
+        began_at = {"time": began, "event": "attempt_started", "attempt": 0, "nodes": 2, "hosts": ["a", "b"]}
+        events += [began_at] * (life == 0) + [started]
         clock = StepClock(run)
         for step in range(first, last + 1):
             values = {"loss": 4.0, "lr": 1e-3, "grad_norm": 1.0, "data_s": 0.001, "checkpoint_stall_s": 0.0}

@@ -217,7 +217,8 @@ def logs(args: list[str]) -> int:
             attempt, node, rank = numbers_of(file)
             print_json({"attempt": attempt, "node": node, "rank": rank, "line": line})
         else:
-            print(f"[{label(file)}] {shown(line)}", flush=True)
+            print(f"[{label(file)}] {shown(line)}", flush=flags.follow)
+    print(end="", flush=True)
     return 0
 
 

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import time
+from collections import deque
 from pathlib import Path
 
 from fsdp_jobs import __version__
@@ -40,12 +41,12 @@ def write_report(run: RunDir, png: bool = False, out: str | None = None) -> list
     summary = Overview().look([run])[run]
     logs = Logs(run.path, rank_logs(run.last_attempt()))
     logs.skip(but=_LOG_BYTES)
-    lines = [(label(file), line) for file, line in logs.backlog()]
+    lines = [(label(file), line) for file, line in deque(logs.backlog(), _LOG_LINES)]
     answers = {
         "api/rows": {"rows": [row_of(summary)], "order": [run.name]},
         f"api/runs/{run.name}": about(status, summary.state),
         f"api/runs/{run.name}/curves": curves(run),
-        f"api/runs/{run.name}/logs": lines[-_LOG_LINES:],
+        f"api/runs/{run.name}/logs": lines,
     }
     page = run.report if out is None else Path(out, run.report.name)
     write_page(page, f"run/{run.name}", answers)

@@ -10,7 +10,8 @@ import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from fsdp_jobs.run.record import JsonObject
 
 TIMES = "log-times.jsonl"  # beside ranks' logs: {rank: [size in bytes, time]} whenever they have grown
 _BLOCK = 1 << 16  # bytes read at once
+_SMALL_BLOCK, _TOGETHER = 1 << 12, 1 << 26  # where thousands of files are read together: least of each, and of all
 _LONGEST_LINE = 1 << 20  # bytes; longer lines come in parts
 _SHORT_LINE = 1 << 9  # bytes of a line of metrics.jsonl, about
 _ERROR = re.compile(
@@ -38,14 +40,15 @@ class Tail:
 
     path: Path
     offset: int = 0  # bytes of the lines read so far
+    block: int = _BLOCK  # bytes read at once
 
     def lines(self, until: float = math.inf) -> Iterator[bytes]:
         """Yield new lines in the first `until` bytes of the file, without line ends."""
-        with suppress(FileNotFoundError):
-            if self.path.stat().st_size < self.offset:
-                self.offset = 0
+        size = size_of(self.path)
+        if size < self.offset:
+            self.offset = 0
         rest, position = b"", self.offset
-        while block := self._block(position, until):
+        while block := self._block(position, int(min(size, until)) - position):
             position += len(block)
             *lines, rest = (rest + block).split(b"\n")
             for line in lines:
@@ -56,13 +59,11 @@ class Tail:
                 yield rest
                 rest = b""
 
-    def _block(self, position: int, until: float) -> bytes:
-        with suppress(FileNotFoundError):
-            left = int(min(until, self.path.stat().st_size)) - position
-            if left > 0:
-                with self.path.open("rb") as f:  # not kept open: there may be thousands
-                    f.seek(position)
-                    return f.read(min(_BLOCK, left))
+    def _block(self, position: int, left: int) -> bytes:
+        if left > 0:
+            with suppress(FileNotFoundError), self.path.open("rb") as f:  # not kept open: there may be thousands
+                f.seek(position)
+                return f.read(min(self.block, left))
         return b""
 
     def records(self) -> Iterator[JsonObject]:
@@ -77,20 +78,23 @@ class Tail:
 
     def skip(self, but: int = 0) -> None:
         """Skip the present content, except whole lines in about the last `but` bytes, and at least one if `but`."""
-        size = size_of(self.path)
-        while size > self.offset + but:
-            with self.path.open("rb") as f:
+        with suppress(FileNotFoundError), self.path.open("rb") as f:
+            size = f.seek(0, os.SEEK_END)
+            while size > self.offset + but:
                 f.seek(size - but)
                 f.readline()
                 if not but or f.tell() < size:
                     self.offset = f.tell()
                     return
-            but *= 4  # the last line is longer
+                but *= 4  # the last line is longer
 
 
 def size_of(file: Path) -> int:
     """Return a file's size in bytes, 0 if it does not exist."""
-    return file.stat().st_size if file.exists() else 0
+    try:
+        return file.stat().st_size
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
 
 
 def json_objects(lines: Iterable[bytes], file: Path) -> Iterator[JsonObject]:
@@ -191,7 +195,11 @@ class Logs:
 
     def backlog(self) -> Iterator[tuple[Path, str]]:
         """Yield the present lines, each with its file, ordered by time to about a second."""
-        backlog = [_timed_lines(tail) for tail in self._all()]
+        tails = self._all()
+        for tail in tails:  # a block of each is in memory
+            tail.block = min(_BLOCK, max(_SMALL_BLOCK, _TOGETHER // len(tails)))
+        nodes = [list(node) for _, node in itertools.groupby(tails, lambda tail: tail.path.parent)]
+        backlog = [_timed_lines(tail, times) for node in nodes for tail, times in zip(node, _times(node), strict=True)]
         for _, file, line in heapq.merge(*backlog, key=lambda timed: timed[0]):
             yield file, line.decode(errors="replace")
 
@@ -208,7 +216,8 @@ class Logs:
                 yield file, rest.decode(errors="replace")
 
     def _all(self) -> list[Tail]:
-        return [self._tails.setdefault(file, Tail(file)) for file in sorted(self.folder.glob(self.pattern))]
+        files = sorted(self.folder.glob(self.pattern), key=str)  # comparing paths is slow
+        return [self._tails.setdefault(file, Tail(file)) for file in files]
 
 
 def follow_files(folder: Path, pattern: str, running: Callable[[], bool]) -> Iterator[tuple[Path, str]]:
@@ -228,28 +237,35 @@ def follow_files(folder: Path, pattern: str, running: Callable[[], bool]) -> Ite
     yield from logs.unfinished()
 
 
-def _timed_lines(tail: Tail) -> Iterator[tuple[float, Path, bytes]]:
+def _timed_lines(tail: Tail, times: Iterator[tuple[float, float]]) -> Iterator[tuple[float, Path, bytes]]:
     """Yield a log's lines, each with the time when its agent saw it; lines after the last such time get the file's."""
     now = tail.path.stat()
-    late = (now.st_mtime, math.inf)
-    times = _times(tail.path, tail.offset)
-    moment, size = next(times, late)
+    late = (math.inf, now.st_mtime)
+    size, moment = next(times, late)
     for line in tail.lines(now.st_size):
         while size < tail.offset:
-            moment, size = next(times, late)
+            size, moment = next(times, late)
         yield moment, tail.path, line
 
 
-def _times(log: Path, begin: int) -> Iterator[tuple[float, float]]:
-    """Return pairs of a time and the log's size in bytes then, above `begin`, since the log last began anew."""
-    found: list[tuple[float, float]] = []
-    for noted in newest_json_lines(log.parent / TIMES):
-        if (written := noted.get(rank_of(log))) is not None:
-            size, when = written
-            if size <= begin or (found and size > found[-1][1]):
-                break
-            found.append((when, size))
-    return reversed(found)
+def _times(node: Sequence[Tail]) -> list[Iterator[tuple[float, float]]]:
+    """Return for each log of a node pairs of its size in bytes and the time of it, from its offset to its end.
+
+    Those from before it last began anew are left out.
+    """
+    found = {rank_of(tail.path): array("d") for tail in node}  # there may be millions
+    begins = {rank: tail.offset for rank, tail in zip(found, node, strict=True)}  # of ranks whose times go further back
+    for noted in newest_json_lines(node[0].path.parent / TIMES):
+        for rank in begins.keys() & noted:
+            size, when = noted[rank]
+            if size <= begins[rank] or (found[rank] and size > found[rank][-1]):
+                del begins[rank]
+            else:
+                found[rank].extend((when, size))
+        if not begins:
+            break
+    oldest_first = map(reversed, found.values())
+    return [zip(numbers, numbers, strict=True) for numbers in oldest_first]
 
 
 def rank_of(log: Path) -> str:

@@ -8,6 +8,7 @@ import sys
 import time
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -149,3 +150,24 @@ def test_logs_follow_across_a_requeue_and_stay_in_order(tmp_path: Path) -> None:
     assert sorted(followed) == sorted(afterwards)
     errors = cli(tmp_path, "logs", "turns", "--errors", "--node", "1", "--attempt", "1").stdout
     assert errors == "[node-1/rank-1] ZeroDivisionError: said, not raised\n"
+
+
+def test_of_many_ranks_each_file_is_opened_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of 10,000 nodes has 80,000 logs on a shared file system."""
+    for rank in range(8):
+        (tmp_path / f"rank-{rank}.log").write_text("".join(f"{i} of {rank}\n" for i in range(3)))
+    sizes = ({rank: [7 * (i + 1), 8.0 * i + rank] for rank in range(8)} for i in range(3))
+    (tmp_path / TIMES).write_text("".join(json.dumps(line) + "\n" for line in sizes))
+    opened: list[str] = []
+    as_before = Path.open
+
+    def note(path: Path, *args: Any, **kwargs: Any) -> Any:
+        opened.append(path.name)
+        return as_before(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", note)
+    told = [line for _, line in follow_files(tmp_path, "rank-*.log", lambda: False)]
+    assert told == [f"{i} of {rank}" for i in range(3) for rank in range(8)]
+    assert sorted(set(opened)) == sorted([TIMES, *(f"rank-{rank}.log" for rank in range(8))])
+    assert opened.count(TIMES) == 1
+    assert all(opened.count(f"rank-{rank}.log") == 2 for rank in range(8)), "and once for an unfinished last line"
