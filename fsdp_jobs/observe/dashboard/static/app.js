@@ -40,8 +40,8 @@ function stream(url, onOpen, onMessage) {
     source = new EventSource(url);
     source.onopen = onOpen;
     source.onmessage = (event) => { say(""); onMessage(JSON.parse(event.data)); };
-    source.onerror = () => say(source.readyState === EventSource.CLOSED
-      ? "not up to date: open the address that fsdp-jobs dashboard printed last" : "not up to date: the dashboard does not answer");
+    source.onerror = () => source.readyState === EventSource.CLOSED
+      ? get(url).catch((error) => say(`not up to date: ${error.message}`)) : say("not up to date: the dashboard does not answer");
   }
   document.addEventListener("visibilitychange", open);
   open();
