@@ -19,6 +19,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
+from http import HTTPStatus
+from typing import Any
 
 from fsdp_jobs.config.schema import plain_values
 from fsdp_jobs.run import events, log
@@ -36,6 +38,13 @@ logger = logging.getLogger(__name__)
 
 class NotifyError(Exception):
     """A notification failed; the message is for the user."""
+
+
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    """Take it for a failure that a webhook has moved: urllib would ask the new address without the message."""
+
+    def redirect_request(self, req: Any, fp: Any, code: int, *place: Any) -> urllib.request.Request | None:
+        return None if code == HTTPStatus.MOVED_PERMANENTLY else super().redirect_request(req, fp, code, *place)
 
 
 def notify(run: RunDir, attempt: int, verdict: Verdict) -> None:
@@ -100,11 +109,13 @@ def _post(webhook: str, run: RunDir, facts: JsonObject) -> None:
     url = os.environ.get(variable)
     if not url:
         raise NotifyError(f"{variable} is not in the environment of {os.uname().nodename}, which gave the verdict")
+    if not url.startswith(("http://", "https://")):
+        raise NotifyError(f"{variable} holds no address that begins with https:// or http://")
     text = f"{run.name}: {facts['verdict']}, {facts['decision']}: {facts['reason']} (attempt {facts['attempt']})"
     content = {**facts, "handle": run.handle, "text": text}
     headers = {"Content-Type": "application/json", "User-Agent": "fsdp_jobs"}
     request = urllib.request.Request(url, json.dumps(content).encode(), headers)
-    with urllib.request.urlopen(request, timeout=_TIMEOUT_S):
+    with urllib.request.build_opener(_Redirects).open(request, timeout=_TIMEOUT_S):
         pass
 
 

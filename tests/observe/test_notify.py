@@ -35,6 +35,11 @@ def server(status: int = 200, delay_s: float = 0.0) -> Iterator[tuple[str, list[
             posted.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
             time.sleep(delay_s)
             self.send_response(status)
+            self.send_header("Location", "/elsewhere")
+            self.end_headers()
+
+        def do_GET(self) -> None:
+            self.send_response(200)
             self.end_headers()
 
         def log_message(self, *_: object) -> None:
@@ -92,7 +97,7 @@ def test_what_does_not_work_is_said_without_the_url(tmp_path: Path, monkeypatch:
     for number, (url, expected) in enumerate(
         (
             ("http://127.0.0.1:9/services/very-secret", "does not answer"),
-            ("very-secret", "ValueError"),
+            ("chat.example/very-secret", "HOOK holds no address that begins with https:// or http://"),
             ("", "HOOK is not in the environment"),
         )
     ):
@@ -137,3 +142,12 @@ def test_settings_that_cannot_be_are_refused_before_anything_starts(tmp_path: Pa
     done = cli(tmp_path, "notify.webhook=https://chat/very-secret", "notify.on=[don]")
     assert done.returncode == 2
     assert "did you mean done" in done.stderr and "env:CHAT_URL" in done.stderr and "very-secret" not in done.stderr
+
+
+def test_a_webhook_that_has_moved_is_said_to_have_had_no_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with server(status=301) as (url, posted):
+        monkeypatch.setenv("HOOK", url)
+        (failed,) = close(run_with(tmp_path, webhook="env:HOOK"), DONE)
+    assert len(posted) == 1 and failed["why"] == "the server answered 301 Moved Permanently"
