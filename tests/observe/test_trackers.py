@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from msgspec.structs import replace
@@ -17,6 +18,7 @@ from msgspec.structs import replace
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.schema import dump_config
 from fsdp_jobs.node.tracker import TrackerProcess, unsent_lines
+from fsdp_jobs.observe.trackers.send import Sender
 from fsdp_jobs.run.beside import wait_until
 from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.messages import NO_ROUND
@@ -187,3 +189,23 @@ def test_what_was_not_sent_is_sent_later(tmp_path: Path, monkeypatch: pytest.Mon
     assert {1.0, 4.0, 5.0} <= {v for k, v in entry.data.metrics.items() if k.startswith("val_loss_0_")}
     assert HOSTILE not in json.dumps(entry.data.params)
     assert entry.data.tags["fsdp_jobs.run.directory"] == str(run.path)
+
+
+@pytest.mark.integration
+def test_a_server_that_fails_between_requests_has_one_run_with_all_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    run = recorded_run(tmp_path)
+    where = (tmp_path / "store").as_uri()
+    write_atomic(run.config, dump_config(compose_job(["name=recorded", "tracking=mlflow", f"tracking.uri={where}"])))
+    with monkeypatch.context() as failing:
+        failing.setattr(MlflowClient, "log_batch", mock.Mock(side_effect=OSError("the server is away")))
+        sender = Sender(run, 0)
+        assert not sender.flush() and not sender.flush()
+    assert Sender(run, 0).flush()  # of a sender that was killed
+    client = MlflowClient(where)
+    (entry,) = client.search_runs([client.get_experiment_by_name("fsdp_jobs").experiment_id])
+    assert entry.data.params["optim.lr"] == "0.001" and "loss" in entry.data.metrics

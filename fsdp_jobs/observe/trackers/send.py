@@ -57,8 +57,9 @@ class Sender:
         try:
             if not self._is_open:
                 self._id = self._tracker.open(self.run, self.config, self._id)
+                self._save()  # first: whatever fails or dies now, the next try continues this run
+                self._tracker.describe(self.config)
                 self._is_open = True
-                self._save()
             tail = Tail(self.run.metrics, self._offset)
             while records := list(islice(tail.records(), _BATCH)):
                 self._tracker.log(records)

@@ -56,10 +56,9 @@ class Mlflow:
         self._names: dict[str, str] = {}  # metric -> its name there
 
     def open(self, run: RunDir, config: JsonObject, known_id: str | None) -> str:
-        """Continue the tracker's run `known_id`, or start one with the configuration's values; return its id."""
+        """Continue the tracker's run `known_id`, or start one; return its id."""
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # the sender retries
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
-        from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 
         settings = config["tracking"]
@@ -72,10 +71,16 @@ class Mlflow:
         experiment_id = experiment.experiment_id if experiment else self.client.create_experiment(settings["project"])
         tags = {"fsdp_jobs.run.directory": str(run.path), "mlflow.user": user_name()}
         self.id = str(self.client.create_run(experiment_id, tags=tags, run_name=run.name).info.run_id)
-        params = [Param(k, str(v)[:_MAX_LETTERS]) for k, v in parameters(config).items()]
+        return self.id
+
+    def describe(self, config: JsonObject) -> None:
+        """Send the configuration's values that the tracker's run lacks; MLflow refuses changes of the others."""
+        from mlflow.entities import Param
+
+        known = self.client.get_run(self.id).data.params
+        params = [Param(k, str(v)[:_MAX_LETTERS]) for k, v in parameters(config).items() if k not in known]
         for batch in _batches(params, _MAX_PARAMS):
             self.client.log_batch(self.id, params=batch)
-        return self.id
 
     def log(self, records: Sequence[JsonObject]) -> None:
         """Send lines of metrics.jsonl."""
@@ -127,6 +132,9 @@ class Wandb:
         )
         self.run.define_metric("*", step_metric="step")  # W&B's own step cannot go back, a job's does after a failure
         return self.id
+
+    def describe(self, config: JsonObject) -> None:
+        """Do nothing: `open` has sent the configuration's values."""
 
     def log(self, records: Sequence[JsonObject]) -> None:
         for record in records:
