@@ -3,7 +3,7 @@ PYTHON ?= python3
 # What pip is asked for. On a machine without a GPU: a CPU wheel's path, say.
 TORCH ?= torch>=2.13,<2.14
 EXTRAS ?= dev,dashboard,slurm,docker,kubernetes,tensorboard,s3,mlflow,wandb,hf,accelerate,docs
-BENCHMARKS ?= plan_scale plan_choice plan_loss start overhead snapshots restart goodput against_accelerate save coordinator traffic recovery submit kubernetes_submit status dashboard gpu
+BENCHMARKS ?= plan_scale plan_choice plan_loss start overhead snapshots restart goodput against_accelerate save coordinator traffic recovery submit kubernetes_submit status large dashboard gpu
 
 # What depends on torch.
 TORCH_TESTS = tests/config/test_torch_version.py tests/control tests/node tests/checkpoints tests/tiers tests/guards tests/hub tests/train tests/tools tests/plan/test_shapes.py tests/integration/test_scripts.py tests/integration/test_main_job.py tests/integration/test_fsdp1.py tests/integration/test_integrity.py tests/integration/test_damage.py
