@@ -51,6 +51,7 @@ def test_a_job_that_diverges_goes_on_from_its_newest_finite_checkpoint(tmp_path:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(500)
 def test_a_slow_node_is_named(tmp_path: Path) -> None:
     done = cli(tmp_path, "rehearse", "slow_node", timeout=400)
     assert done.returncode == 0 and "PASS slow_node: after" in done.stdout, done.stdout + done.stderr
