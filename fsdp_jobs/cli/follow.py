@@ -18,7 +18,7 @@ from fsdp_jobs.run.directory import RunDir, rank_logs
 from fsdp_jobs.run.failure import reports_lost_peer
 from fsdp_jobs.run.status import RunStatus
 from fsdp_jobs.run.table import counted
-from fsdp_jobs.run.tail import Logs, looks_like_error, rank_of, shown
+from fsdp_jobs.run.tail import Logs, looks_like_error, pause_s, rank_of, shown
 from fsdp_jobs.run.verdict import FINAL_ERRORS, Verdict
 from fsdp_jobs.submit.overview import RunSummary, goodput_of, state_of, summary_of
 from fsdp_jobs.submit.submitted import job_of, named
@@ -106,12 +106,12 @@ class Follower:
         job = self.status.run.read_job()
         with LiveView(transient=True) as view:
             while True:
-                is_active = active()  # asked before the last of the news is read
+                is_active, began = active(), time.monotonic()  # asked before the last of the news is read
                 self._show_news()
                 if self.status.ended or not is_active:
                     break
                 view.show({self.status.run: summary_of(self.status, job, None)})
-                time.sleep(_REFRESH_S)
+                time.sleep(pause_s(began, _REFRESH_S))
         if not self.status.ended:
             self.status.state, self.status.reason = state_of(self.status, job_of(self.status.run))
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from fsdp_jobs.node.rank_logs import LogKeeper
-from fsdp_jobs.run.tail import TIMES, Logs, follow_files, last_lines
+from fsdp_jobs.run.tail import TIMES, Logs, follow_files, last_lines, read_json_lines
 from tests.jobs import cli, environment, job
 
 
@@ -171,3 +171,9 @@ def test_of_many_ranks_each_file_is_opened_once(tmp_path: Path, monkeypatch: pyt
     assert sorted(set(opened)) == sorted([TIMES, *(f"rank-{rank}.log" for rank in range(8))])
     assert opened.count(TIMES) == 1
     assert all(opened.count(f"rank-{rank}.log") == 2 for rank in range(8)), "and once for an unfinished last line"
+
+
+def test_numbers_that_only_pythons_json_has_are_read_and_torn_lines_are_not(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"loss": NaN}\n{"loss": -Infinity}\n{"loss": 1e400}\n{"loss": 2.\n{"loss": 3}\n')
+    assert [str(line["loss"]) for line in read_json_lines(file)] == ["nan", "-inf", "inf", "3"]

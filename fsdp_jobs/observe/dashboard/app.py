@@ -36,7 +36,7 @@ from fsdp_jobs.observe.dashboard.prometheus import exposition
 from fsdp_jobs.run.directory import RunDir, find_run, rank_logs
 from fsdp_jobs.run.record import JsonObject
 from fsdp_jobs.run.status import RunStatus
-from fsdp_jobs.run.tail import Logs, label
+from fsdp_jobs.run.tail import Logs, label, pause_s
 from fsdp_jobs.submit.overview import DAMAGES, damage
 
 _SEND_EVERY_S = 0.5
@@ -136,8 +136,9 @@ class Dashboard:
         async def messages() -> AsyncIterator[list[tuple[str, str]] | None]:
             yield await run_in_threadpool(matching, logs.backlog)
             while await run_in_threadpool(run.last_attempt) == attempt and not self.is_over():
+                began = time.monotonic()
                 yield await run_in_threadpool(matching, logs.new) or None
-                await asyncio.sleep(_SEND_EVERY_S)
+                await asyncio.sleep(pause_s(began, _SEND_EVERY_S))
 
         return _events(messages())
 
