@@ -148,9 +148,8 @@ class Batch(Attempt):
 
     def _notice_end(self, step: Process) -> None:
         """Stop as if signalled when a signal has ended a step: GraceTime and `scancel --signal` signal only steps."""
-        for number in _STOP_SIGNALS:
-            if step.has_ended and step.popen.returncode == 128 + number:
-                self._on_signal(number, None)
+        if step.has_ended and (number := step.popen.returncode - 128) in _STOP_SIGNALS:
+            self._on_signal(number, None)
 
     def _tell(self, error: client.SlurmError) -> None:
         """Record, once for each reason, that this host cannot start processes on the nodes."""
