@@ -22,7 +22,7 @@ from fsdp_jobs.launchers.supervisor import Attempt, Process, is_superseded
 from fsdp_jobs.run import events, log
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ATTEMPT_ENV, COORDINATOR_ENV
-from fsdp_jobs.run.processes import this_machine
+from fsdp_jobs.run.processes import STOP_SIGNALS, this_machine
 from fsdp_jobs.run.verdict import EXIT_FAILED, EXIT_REQUEUE, Verdict
 
 _POLL_S = 0.5
@@ -39,7 +39,7 @@ class Container:
         self.run, self.name, self.coordinator, self.command = run, name, coordinator, command
         self.is_leaving = False  # this container is being stopped
         self._processes: list[Process] = []  # of the present attempt
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        for number in STOP_SIGNALS:
             signal.signal(number, self._forward)
 
     def _forward(self, number: int, _frame: object) -> None:

@@ -28,7 +28,7 @@ from fsdp_jobs.control.placement import ConnectedAgent
 from fsdp_jobs.run import log, messages, term
 from fsdp_jobs.run.directory import RunDir, checkpoints_of
 from fsdp_jobs.run.env import ATTEMPT_ENV, COORDINATOR_ENV
-from fsdp_jobs.run.processes import raise_file_limit, wildcards
+from fsdp_jobs.run.processes import STOP_SIGNALS, raise_file_limit, wildcards
 from fsdp_jobs.run.protocol import COORDINATOR, unreachable_s, welcome
 from fsdp_jobs.run.verdict import EXIT_FAILED, Verdict
 
@@ -59,7 +59,7 @@ class Server:
     async def serve(self, hosts: list[str], port: int) -> int:
         """Serve until the attempt is over. Returns its exit code."""
         loop, coordinator = asyncio.get_running_loop(), self.coordinator
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        for number in STOP_SIGNALS:
             why = f"{signal.Signals(number).name} received"
             loop.add_signal_handler(number, lambda why: coordinator.on_stop(why, time.monotonic()), why)
         charge = asyncio.create_task(self._keep_charge())

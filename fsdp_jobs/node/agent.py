@@ -27,7 +27,7 @@ from fsdp_jobs.run import log, messages
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ADDRESS_ENV, AGENT_PID_ENV, ATTEMPT_ENV, PROGRAM_ENV, RANK_STATE_ENV, RUN_DIR_ENV
 from fsdp_jobs.run.leaves import tiers_in
-from fsdp_jobs.run.processes import raise_file_limit, this_machine
+from fsdp_jobs.run.processes import STOP_SIGNALS, raise_file_limit, this_machine
 from fsdp_jobs.run.rank_state import keep_temporaries_in, make_folder
 from fsdp_jobs.run.verdict import EXIT_FAILED, EXIT_REQUEUE, Verdict
 
@@ -44,7 +44,7 @@ class Signals:
         """Handle signals from now on; a signal waits until `pass_on`."""
         self._received: str | None = None
         self._notice: Callable[[str], None] | None = None
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        for number in STOP_SIGNALS:
             signal.signal(number, self._react)
 
     def _react(self, number: int, _frame: object) -> None:

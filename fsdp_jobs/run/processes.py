@@ -28,6 +28,9 @@ _FILES = 1 << 20
 _RETRY_S = 0.02
 _RECORDED_S = 2.0  # within which a started process is recorded
 
+# What clusters and users send to have a job save and stop.
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
 # Makes a rank write its stacks: a real-time signal that no program uses, if the system has any.
 STACKS_SIGNAL = int(signal.SIGRTMIN) + 6 if hasattr(signal, "SIGRTMIN") else int(signal.SIGUSR2)
 

@@ -29,12 +29,11 @@ from fsdp_jobs.run import events, log
 from fsdp_jobs.run.beside import beside, wait_until
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ATTEMPT_ENV, COORDINATOR_ENV, HOST_ENV
-from fsdp_jobs.run.processes import free_port
+from fsdp_jobs.run.processes import STOP_SIGNALS, free_port
 from fsdp_jobs.run.status import RunStatus
 from fsdp_jobs.run.tail import last_lines
 from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, Verdict, judge
 
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _QUEUE_S = 20.0  # between queries to SLURM, which limits them per user, unless a process has died
 _AGAIN_S = 5.0  # between tries to start the job or a step again, and queries to a controller that is away
 _ANSWER_S = 2.0  # for SLURM to answer whether a process ended because its node was lost
@@ -83,7 +82,7 @@ class Batch(Attempt):
 
     def go(self) -> int:
         """Run the attempt and return the exit code of the job, unless SLURM kills this process to requeue it."""
-        for number in _STOP_SIGNALS:
+        for number in STOP_SIGNALS:
             signal.signal(number, self._on_signal)
         self.folder.mkdir(parents=True)
         restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
@@ -148,7 +147,7 @@ class Batch(Attempt):
 
     def _notice_end(self, step: Process) -> None:
         """Stop as if signalled when a signal has ended a step: GraceTime and `scancel --signal` signal only steps."""
-        if step.has_ended and (number := step.popen.returncode - 128) in _STOP_SIGNALS:
+        if step.has_ended and (number := step.popen.returncode - 128) in STOP_SIGNALS:
             self._on_signal(number, None)
 
     def _tell(self, error: client.SlurmError) -> None:

@@ -33,6 +33,7 @@ from fsdp_jobs.run import events, log
 from fsdp_jobs.run.beside import beside, wait_until
 from fsdp_jobs.run.directory import RunDir, as_written
 from fsdp_jobs.run.env import ATTEMPT_ENV, COORDINATOR_ENV, HOST_ENV
+from fsdp_jobs.run.processes import STOP_SIGNALS
 from fsdp_jobs.run.verdict import Verdict
 
 _TRIES = 3  # per node
@@ -149,7 +150,7 @@ def reachable(address: str) -> bool:
 def guard(run: RunDir) -> None:
     """Wait for the verdict on the attempt; if the job's first node is lost before, requeue the job."""
     attempt, job_id, coordinator = int(os.environ[ATTEMPT_ENV]), Commands.read(run).job_id, os.environ[COORDINATOR_ENV]
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # these signals are meant for the ranks
     seen_at = time.monotonic()
     while Verdict.read(run, attempt) is None:
