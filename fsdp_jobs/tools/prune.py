@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import shutil
@@ -65,8 +66,7 @@ def remove(old: Old) -> list[str]:
         inside = (entry for entry in place.rglob("*") if entry.is_dir() and not entry.is_symlink())
         folders = [old.run.path.parent, place.parent, place, *inside]
         if closed := [folder for folder in folders if not os.access(folder, os.W_OK | os.X_OK)]:
-            problems = [f"{closed[0]}: you may not write there"]
-            return problems if place.exists() else []  # another command has removed it
+            raise PermissionError(errno.EACCES, "you may not write there", str(closed[0]))
         with old.run.locked(wait_s=0):
             if old.run.submission != old.submission:
                 return [f"{old.run.path}: has been submitted again"]
@@ -74,7 +74,9 @@ def remove(old: Old) -> list[str]:
     except BadInput as e:
         return [f"{old.run.path}: {e.problems[0].what}"]
     except OSError as e:
-        return [f"{e.filename or old.run.path}: {e.strerror}"] if place.exists() else []
+        if not place.exists():  # another command has removed it
+            return []
+        return [f"{e.filename or old.run.path}: {e.strerror}"]
 
 
 def _remove(run: RunDir) -> list[str]:
@@ -105,7 +107,7 @@ def unfinished(runs_dir: str) -> list[Path]:
 def erase(folder: Path) -> list[str]:
     """Remove a directory, or a link and the one behind it; return what could not be.
 
-    Another command may be removing it, too.
+    Another command may be removing it at the same time.
     """
     try:
         while (place := folder.resolve()).exists():
