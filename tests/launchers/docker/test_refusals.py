@@ -40,6 +40,14 @@ def refusal(folder: Path, *overrides: str, **env: str) -> str:
     return said
 
 
+def has_no_container(image: str, seconds: float) -> None:
+    """Docker removes the one that was tried, in a moment."""
+    deadline = time.monotonic() + seconds
+    while left := docker("ps", "--all", "--quiet", "--filter", f"ancestor={image}"):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.2)
+
+
 def test_no_daemon(tmp_path: Path) -> None:
     said = refusal(tmp_path, DOCKER_HOST="unix:///nowhere/docker.sock")
     assert "Docker at unix:///nowhere/docker.sock: no Docker daemon answers" in said
@@ -65,10 +73,7 @@ def test_doctor_says_whether_the_image_works(image: str, tmp_path: Path) -> None
     done = called(tmp_path, "doctor", "cluster=docker", f"cluster.image={image}")
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(rf"{image}: fsdp_jobs \S+ torch 2\.", done.stdout) and " CPUs, " in done.stdout, done.stdout
-    deadline = time.monotonic() + 30
-    while docker("ps", "--all", "--quiet", "--filter", f"ancestor={image}"):  # Docker removes it in a moment
-        assert time.monotonic() < deadline, "the container that was tried is still there"
-        time.sleep(0.1)
+    has_no_container(image, 30)
     other = called(tmp_path, "doctor", "cluster=docker", "cluster.image=fsdp_jobs-test-base")
     assert other.returncode == 1 and "-> docker build -t fsdp_jobs-test-base" in other.stdout, other.stdout
     none = called(tmp_path, "doctor", "cluster=docker", "cluster.image=nobody/has-this:1", "hardware=h100")
@@ -97,10 +102,7 @@ def test_a_doctor_that_is_interrupted_leaves_no_container(image: str, tmp_path: 
         doctor.send_signal(number)
         said = doctor.communicate()[0]
     assert "Python is started in it" in said, said
-    deadline = time.monotonic() + 120
-    while left := docker("ps", "--all", "--quiet", "--filter", f"ancestor={image}"):
-        assert time.monotonic() < deadline, left
-        time.sleep(0.2)
+    has_no_container(image, 120)
 
 
 def test_doctor_without_a_daemon(tmp_path: Path) -> None:
