@@ -76,7 +76,7 @@ def main() -> None:
     found: dict[tuple[str, Path], list[tuple[float, float, float]]] = {}
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        with ProcessPoolExecutor(1) as other:  # what this process has held counts as its children's, too
+        with ProcessPoolExecutor(1) as other:  # else memory that this process has used counts as that of its children
             other.submit(make_runs, folder, 1, args.steps, live=0).result()
             other.submit(print_ranks, RunDir(folder / "runs" / _NAME), args.nodes, args.ranks, args.lines).result()
         print(f"a run of {args.nodes:,} nodes with {args.ranks} ranks of {args.lines} lines, and {args.steps:,} steps")

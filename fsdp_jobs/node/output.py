@@ -61,7 +61,7 @@ _STEP = re.compile(
     r"(?:\d+%\|.*\|\s*)?(?P<step>\d[\d,]*)(?![\d.]*[\w%])(?:\s*(?:/|of)\s*(?P<steps>\d[\d,]*))?",
     re.IGNORECASE,
 )
-_WORD_END = re.compile(r"[^\W\d] ")  # `max steps 9` is no step, if there is another
+_WORD_END = re.compile(r"[^\W\d] ")  # `max steps 9` is not a step if there is another
 _HEADING = re.compile(r"\[(?:step|batch)=[^]]*\]:?$")  # the indented lines below it belong to its step
 _WORDS = ("loss", "step", "iter", "[batch", "%|")  # a line with none of them shows nothing
 _BAR = re.compile(r"^\s*\d+%\|.*\| (?P<step>\d+)/(?P<steps>\d+) \[")

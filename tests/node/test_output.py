@@ -319,7 +319,7 @@ def test_an_evaluation_is_told_wherever_the_line_says_so(line: str) -> None:
         ("Epoch 1, batch size 32, loss: 2.3", None),
         ("Epoch [1/10]: [5/100]   5%|▌    , loss=2.3 [00:01<00:20]", Reading(5, 100, 2.3, epoch=1)),  # ignite
         ("Epoch 1 train:  50%|█████     | 5/10 [00:01<00:00, loss=2.3]", Reading(5, 10, 2.3, epoch=1)),
-        ("Train: 100%|██████████| 10/10 [00:01<00:00, loss=2.3]", None),  # the percentage is no epoch
+        ("Train: 100%|██████████| 10/10 [00:01<00:00, loss=2.3]", None),  # the percentage is not an epoch
     ],
 )
 def test_of_several_losses_and_steps_the_plain_one_is_read(line: str, said: Reading | None) -> None:
