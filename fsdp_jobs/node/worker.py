@@ -33,6 +33,7 @@ from fsdp_jobs.run.env import AGENT_PID_ENV, LOG_ENV, PROGRAM_ENV, RANK_STATE_EN
 from fsdp_jobs.run.failure import reports_lost_peer
 from fsdp_jobs.run.processes import STACKS_SIGNAL, die_with_parent, set_title
 from fsdp_jobs.run.rank_state import Phase, RankState, Request
+from fsdp_jobs.run.tail import is_cut
 from fsdp_jobs.run.term import LOOK_S, Lease
 from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_REQUEUE
 
@@ -49,8 +50,7 @@ def enter() -> None:
     log = Path(os.environ[LOG_ENV])
     log.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(log, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-    size = os.fstat(descriptor).st_size
-    if size and os.pread(descriptor, 1, size - 1) != b"\n":
+    if is_cut(descriptor):
         with suppress(OSError):  # a full disk
             os.write(descriptor, b"\n")  # a killed process may leave its last line unfinished, as a progress bar does
     sys.stdout.flush()
@@ -64,13 +64,13 @@ _BUFFERED = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 
 
 class _Log(io.FileIO):
-    """A rank's log as stdout and stderr of its program; output is dropped while the disk is full."""
+    """A rank's log as stdout and stderr of its program; output is dropped while the disk is full or read-only."""
 
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
         except OSError as e:
-            if e.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
                 raise
             return memoryview(data).nbytes
 

@@ -23,7 +23,7 @@ import msgspec
 from fsdp_jobs.run.directory import RunDir, lock
 from fsdp_jobs.run.record import JsonObject
 from fsdp_jobs.run.table import counted
-from fsdp_jobs.run.tail import Tail, json_objects, newest_json_lines, read_json_lines
+from fsdp_jobs.run.tail import Tail, is_cut, json_objects, newest_json_lines, read_json_lines
 from fsdp_jobs.run.term import Fenced, check_may_record, is_answered, job_time
 
 # Work for which a node can need longer than the others.
@@ -363,11 +363,13 @@ def append_line(path: Path, record: JsonObject) -> None:
     try:
         check_may_record()
         checked_at = time.monotonic()
-        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             lock(descriptor)  # on file systems without locks O_APPEND must suffice
             if time.monotonic() - checked_at > _SOON_S and not is_answered():  # no file is read while the lock is held
                 raise Fenced("this node has had no answer from the coordinator while it waited for the file")
+            if is_cut(descriptor):
+                line = b"\n" + line
             before = os.fstat(descriptor).st_size
             if os.write(descriptor, line) < len(line):
                 os.ftruncate(descriptor, before)  # never half a line

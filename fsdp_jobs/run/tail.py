@@ -102,6 +102,12 @@ def size_of(file: Path) -> int:
         return 0
 
 
+def is_cut(descriptor: int) -> bool:
+    """Whether an open file's last line has no end: its writer was killed, or has more to write."""
+    size = os.fstat(descriptor).st_size
+    return size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+
+
 def json_objects(lines: Iterable[bytes], file: Path) -> Iterator[JsonObject]:
     """Yield the objects in lines of a .jsonl file; lines torn by a crash are skipped and counted."""
     bad = 0

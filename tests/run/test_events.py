@@ -53,6 +53,17 @@ def test_unknown_kinds_and_fields_are_no_obstacle(tmp_path: Path) -> None:
     assert stop.sentence() == "asked to save and stop: SIGTERM"
 
 
+def test_a_line_that_was_cut_costs_no_other(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    run.events.write_bytes('{"time": 1.0, "event": "stop_requested", "attempt": 0, "why": "Größ'.encode()[:-1])
+    for why in ("SIGTERM", "SIGINT"):
+        events.record(run, 0, events.StopRequested(why))
+    assert [event.sentence() for event in events.read_events(run)] == [
+        "asked to save and stop: SIGTERM",
+        "asked to save and stop: SIGINT",
+    ]
+
+
 def test_a_full_disk_costs_a_record_and_not_the_job(caplog: pytest.LogCaptureFixture) -> None:
     events.append_line(Path("/dev/full"), {"step": 1})
     assert "OSError" in caplog.text and "/dev/full" in caplog.text
