@@ -290,6 +290,16 @@ def test_training_goes_on_while_the_disk_stands_still(freezing_disk: Path, tmp_p
         assert all(not catalog.verify(f) for f in catalog.find_checkpoints(freezing_disk / "slow"))
 
 
+def test_training_goes_on_while_the_disk_is_read_only(freezing_disk: Path) -> None:
+    task = (*PACED, "steps=100000", "optim.schedule=constant", "checkpoint.every_steps=10")
+    with job(freezing_disk, "read", *task, nodes="1") as read:
+        read.until(lambda: bool(read.events("checkpoint")), "a checkpoint")
+        ranks, at = read.ranks(0), read.step()
+        subprocess.run(["mount", "-o", "remount,abort", freezing_disk], check=True)
+        _, alive = psutil.wait_procs(ranks, timeout=6)  # two saves fail, and their lines cannot be printed
+        assert len(alive) == 2 and read.step() <= at + 10, read.story()
+
+
 def test_no_save_outlives_its_ranks(freezing_disk: Path, tmp_path: Path) -> None:
     given = ("steps=4000", "checkpoint.every_steps=5", "checkpoint.async_mode=process", "model.dim=128")
     with job(tmp_path, "gone", *given, f"checkpoint.dir={freezing_disk}", nodes="1") as gone:
