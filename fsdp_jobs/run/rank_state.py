@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.util
 import struct
+import sys
 import tempfile
 import time
 from contextlib import suppress
@@ -114,7 +115,7 @@ def remove_what_is_left() -> None:
 
 def _base() -> Path:
     shm = Path("/dev/shm")
-    return shm if shm.is_dir() else Path(tempfile.gettempdir())
+    return shm if sys.platform == "linux" else Path(tempfile.gettempdir())
 
 
 def keep_temporaries_in(folder: Path) -> None:

@@ -93,7 +93,11 @@ def _create(marker: Path, owner: str) -> bool:
 def shared_memory(file: Path, size: int) -> mmap.mmap:
     """Map a file that a node's processes share into memory; the first process creates it."""
     with open(os.open(file, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as f:
-        os.posix_fallocate(f.fileno(), 0, size)  # else a write without room is a SIGBUS
+        try:
+            os.posix_fallocate(f.fileno(), 0, size)  # else a write without room is a SIGBUS
+        except OSError as e:
+            e.filename = str(file)
+            raise
         return mmap.mmap(f.fileno(), size)
 
 

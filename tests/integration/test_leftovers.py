@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,7 +15,7 @@ import psutil
 import pytest
 
 from fsdp_jobs.run.tail import read_json_lines
-from tests.jobs import Job, cli, family, signal_all
+from tests.jobs import Job, cli, environment, family, signal_all
 from tests.world import PACED
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
@@ -177,3 +179,10 @@ def test_terms_go_on_after_those_of_snapshots_where_markers_and_records_were_pur
     assert killed.returncode == 0, killed.stdout + killed.stderr
     assert job.wait().reason.startswith("killed on request")
     assert not [f.name for f in Path(f"/proc/self/fd/{job.memory}").iterdir()], "a killed job leaves nothing in memory"
+
+
+def test_a_machine_without_memory_for_its_agents_is_told_where_it_lacks(with_own_memory: None, tmp_path: Path) -> None:
+    made = "from fsdp_jobs.run.rank_state import make_folder; make_folder()"
+    bare = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs /dev && exec "$@"', "-", sys.executable, "-c", made]
+    done = subprocess.run(bare, env=environment(tmp_path), capture_output=True, text=True)
+    assert "No such file or directory: '/dev/shm/" in done.stderr

@@ -147,7 +147,7 @@ def test_a_rank_looks_for_a_newer_round_before_it_records_once_its_nodes_answer_
 def test_on_a_full_disk_an_agent_is_told_so_and_is_not_killed_by_a_bus_error(small_disk: Path) -> None:
     """In /dev/shm a page that was not there before has no room."""
     fill(small_disk)
-    with pytest.raises(OSError, match="No space left on device"):
+    with pytest.raises(OSError, match=f"No space left on device: '{small_disk}/lease'"):
         Lease(small_disk)
     with pytest.raises(OSError, match=f"No space left on device: '{small_disk}"):
         folders.make(small_disk, folders.RANKS)

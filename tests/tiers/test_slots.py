@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_jobs.run.checksum import checksum
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.tiers.memory.slots import (
@@ -21,6 +22,7 @@ from fsdp_jobs.tiers.memory.slots import (
     adopt_folder,
     lost_shards,
     newest_complete,
+    newest_in,
     slots_in,
 )
 
@@ -35,6 +37,13 @@ def sealed(folder: Path, rank: int = 0, step: int = 1) -> Slot:
     slot.publish(snapshot)
     assert slot.seal(snapshot) is not None
     return slot
+
+
+def test_a_snapshot_of_another_version_is_none(tmp_path: Path) -> None:
+    slot = sealed(tmp_path)
+    text = slot.about.read_text().partition("\n")[2].replace('"samples"', '"documents"')
+    slot.about.write_text(f"{checksum(text.encode())}\n{text}")
+    assert slot.snapshot() is None and newest_in(tmp_path) == (-1, -1)
 
 
 def test_a_flipped_bit_anywhere_is_found(tmp_path: Path) -> None:

@@ -126,14 +126,14 @@ class Slot:
         write_whole(self.about, snapshot.described())
 
     def snapshot(self) -> Snapshot | None:
-        """Return the snapshot here, if its data is whole; None also if its description is damaged."""
+        """Return the snapshot here, if its data is whole; None if its description is damaged, or another version's."""
         try:
             expected, _, text = self.about.read_text().partition("\n")
-        except (FileNotFoundError, UnicodeDecodeError):
+            if checksum(text.encode()) != expected:
+                return None
+            snapshot = Snapshot.from_json(text)
+        except (FileNotFoundError, ValueError):
             return None
-        if checksum(text.encode()) != expected:
-            return None
-        snapshot = Snapshot.from_json(text)
         return snapshot if Slot.of(self.about.parent, snapshot).about == self.about else None
 
     def seal(self, snapshot: Snapshot, threads: int = 1) -> dict[str, str] | None:
