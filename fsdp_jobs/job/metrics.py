@@ -83,7 +83,7 @@ class MetricsLog:
             if self.tensorboard is None:
                 from torch.utils.tensorboard import SummaryWriter  # takes 0.7 s: not before the first step
 
-                self.tensorboard = SummaryWriter(str(self.run.tensorboard))
+                self.tensorboard = SummaryWriter(str(self.run.tensorboard), purge_step=step)
             for name, value in values.items():
                 self.tensorboard.add_scalar(name, value, step)
         except Exception as e:  # its packages may be broken in any way, and training needs none of them

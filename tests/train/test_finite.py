@@ -139,3 +139,19 @@ def _log(folder: str) -> None:
     assert log.rests_until == math.inf, "broken packages are tried once"
     log.close()
     (RunDir(folder).path / "done").write_text(json.dumps(len(log.losses)))
+
+
+def test_tensorboard_shows_a_repeated_step_once(tmp_path: Path) -> None:
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    run_world(1, _repeat, str(tmp_path))
+    board = events.EventAccumulator(str(RunDir(tmp_path).tensorboard))
+    board.Reload()
+    assert [(e.step, e.value) for e in board.Scalars("loss")] == [(1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0)]
+
+
+def _repeat(folder: str) -> None:
+    for loss, steps in ((1.0, (1, 2, 3, 4)), (2.0, (3, 4))):
+        log = MetricsLog(RunDir(folder), 0, JobConfig(script="p.py", model=NoModelConfig()), torch.device("cpu"))
+        for step in steps:
+            log.log(step, 0.0, 1, 0.0, {"loss": loss, "step_s": 1.0, "checkpoint_stall_s": 0.0})
+        log.close()
