@@ -6,7 +6,9 @@ import hashlib
 import inspect
 import json
 import os
+import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -22,6 +24,7 @@ from fsdp_jobs.run.directory import lock, replacing
 
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges*", "special_tokens*", "*.model")
 _AT_ONCE = 1 << 20  # tokens that are written at once
+_LEFT_S = 86400.0  # after which an unfinished file that has not grown is a killed process's
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,10 @@ def cached(data: DataConfig, identity: list[Any], documents: Iterable[list[int]]
     """
     folder = cache_dir(data)
     folder.mkdir(parents=True, exist_ok=True)
+    for part in folder.glob(".*.tmp"):
+        with suppress(OSError):  # another user's, or just removed
+            if time.time() - part.stat().st_mtime > _LEFT_S:
+                part.unlink()
     text = json.dumps([identity, data.vocab_size], default=str)
     file = folder / f"{hashlib.blake2b(text.encode(), digest_size=12).hexdigest()}.bin"
     if file.exists():
@@ -112,7 +119,7 @@ def _write(file: Path, data: DataConfig, documents: Iterable[list[int]]) -> None
     with file.open("wb") as f:
         while len(ids := np.fromiter(islice(tokens, _AT_ONCE), dtype=np.int64)):
             check_ids(ids, data)
-            ids.astype(cached_dtype(data)).tofile(f)
+            f.write(ids.astype(cached_dtype(data)).data)  # `tofile` tells no reason why it cannot
         os.fsync(f.fileno())
 
 

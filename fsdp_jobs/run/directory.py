@@ -45,8 +45,10 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         yield part
         part.replace(path)
-    except BaseException:
+    except BaseException as e:
         part.unlink(missing_ok=True)
+        if isinstance(e, OSError) and e.filename in (None, str(part)):  # with a full disk the error names no file
+            e.filename = str(path)
         raise
 
 
@@ -61,11 +63,7 @@ def write_whole(path: Path, text: str, mode: int = 0o644) -> None:
 def write_atomic(path: Path, text: str, mode: int = 0o644) -> None:
     """Write a file as `write_whole` does, and make its folder if there is none."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        write_whole(path, text, mode)
-    except OSError as e:
-        e.filename = str(path)  # with a full disk the error names no file
-        raise
+    write_whole(path, text, mode)
 
 
 def as_written(path: Path | str) -> Path:

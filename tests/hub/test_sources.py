@@ -122,6 +122,20 @@ def test_a_stream_is_read_on_where_it_was_on_any_world(
     assert list(_rows(other, 1, 12, 1, mark)) == list(_rows(other, 1, 12, 1)), "a mark of other samples is of no use"
 
 
+def test_a_full_cache_is_named_and_what_a_killed_process_left_there_is_removed(small_disk: Path) -> None:
+    from fsdp_jobs.hub.tokenize import cached
+
+    data = DataConfig(kind="text", cache_dir=str(small_disk), vocab_size=256)
+    with pytest.raises(OSError, match=f"No space left on device: '{small_disk}/[0-9a-f]*.bin'"):
+        cached(data, ["too long"], ([7] * 1000 for _ in range(5000)))
+    left, growing = small_disk / ".old.bin.1234.tmp", small_disk / ".new.bin.1234.tmp"
+    for part in (left, growing):
+        part.write_text("tokens")
+    os.utime(left, (0, 0))
+    assert cached(data, ["short"], [[7] * 10]).stat().st_size == 20
+    assert not left.exists() and growing.exists()
+
+
 def test_tokens_are_made_once_and_again_when_what_they_come_from_changes(
     corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
