@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -118,12 +119,18 @@ class Attempt:
             time.sleep(self.poll_s)
 
     def finish(self, seconds: float) -> None:
-        """Wait until all processes have ended, and kill those that have not in time; their children die with them."""
+        """Wait until all processes have ended, and kill those that have not in time; their children die with them.
+
+        If the coordinator was killed after it had written the verdict, this process records and notifies in its place.
+        """
         wait_until(lambda: all(p.has_ended for p in self.processes), seconds, self.poll_s)
         for process in self.processes:
             if not process.has_ended:
                 process.popen.kill()
                 process.popen.wait()
+        with suppress(OSError):
+            if any(p.name == "coordinator" for p in self.processes) and (verdict := self.verdict) is not None:
+                verdict.complete(self.run, self.number)
 
     def is_over(self) -> bool:
         return self.verdict is not None

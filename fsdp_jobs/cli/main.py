@@ -28,7 +28,7 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, as of a shell
 _CURES = {
     errno.ENOSPC: "make room there, then repeat the command",
     errno.EDQUOT: "make room in your quota, then repeat the command",
-    errno.EACCES: "only its owner may do that; report and export write elsewhere by --out",
+    errno.EACCES: "only its owner may do that; report and export write elsewhere by --out, a job by runs_dir=...",
     errno.EROFS: "make it writable, or choose another current folder, runs_dir=..., or --out=... of report and export",
     errno.ENOENT: "choose a folder that exists or can be made; repeat the command if something has just removed it",
     **dict.fromkeys((errno.ENOTDIR, errno.EISDIR, errno.EEXIST), "move it away, or give another name"),

@@ -49,7 +49,21 @@ class Verdict(Record):
     def close(self, run: RunDir, attempt: int, **details: Any) -> None:
         """End an attempt: write the verdict, record the event, start the notification if one is configured."""
         self.write(run, attempt)
+        self._record(run, attempt, **details)
+        self._notify(run, attempt)
+
+    def complete(self, run: RunDir, attempt: int) -> None:
+        """Do what `close` has not done because its process was killed."""
+        newest = next(events.newest_of(run, events.AttemptEnded), None)
+        if newest is None or (newest.attempt, newest.decision) != (attempt, self.decision):
+            self._record(run, attempt)
+        if not run.notified(attempt, self.decision).exists():
+            self._notify(run, attempt)
+
+    def _record(self, run: RunDir, attempt: int, **details: Any) -> None:
         events.record(run, attempt, events.AttemptEnded(self.verdict, self.decision, self.reason, **details))
+
+    def _notify(self, run: RunDir, attempt: int) -> None:
         notify(run, attempt, "requeue" if self.decision == "requeue" else self.verdict)
 
     @classmethod

@@ -4,6 +4,7 @@ not."""
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ from unittest import mock
 import psutil
 import pytest
 
+from fsdp_jobs.launchers.supervisor import Attempt
+from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.tail import read_json_lines
 from fsdp_jobs.run.verdict import Verdict
@@ -84,6 +87,22 @@ def test_whoever_judges_again_is_not_heard_twice(tmp_path: Path) -> None:
     for verdict in (AGAIN, DONE, DONE):
         assert not close(run, verdict)
     assert (tmp_path / "told.txt").read_text() == "done\n"
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_what_a_killed_coordinator_has_not_told_is_told_in_its_place(tmp_path: Path, is_recorded: bool) -> None:
+    run = run_with(tmp_path, command=f"echo $FSDP_JOBS_VERDICT >> {tmp_path}/told.txt")
+    DONE.write(run, 0)
+    if is_recorded:
+        events.record(run, 0, events.AttemptEnded(DONE.verdict, DONE.decision, DONE.reason, step=4))
+    attempt = Attempt(run, 0)
+    attempt.start("coordinator", ["false"], os.environ)
+    for _ in range(2):
+        attempt.finish(10)
+        assert not psutil.wait_procs(psutil.Process().children(), timeout=15)[1]
+    assert (tmp_path / "told.txt").read_text() == "done\n"
+    (ended,) = events.read_events(run)
+    assert isinstance(ended, events.AttemptEnded) and ended.reason == DONE.reason
 
 
 def test_a_requeue_is_told_when_it_was_asked_for(tmp_path: Path) -> None:
