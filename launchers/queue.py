@@ -118,24 +118,36 @@ def _marker(run: RunDir) -> Path:
 
 
 def serve(folder: Path) -> None:
-    """Start jobs as others end, until none waits."""
-    queue = Queue(folder)
+    """Start jobs as others end, until none waits. An error of the storage ends nothing: it is tried again."""
+    queue, problem = Queue(folder), ""
     ended: set[str] = set()
     while True:
-        with queue.locked():
-            parallelism, jobs = queue.read()
-            queued = [job for job in jobs if queue_of(job.run, job.app_id) is not None]
-            if not queued:
-                queue.process_file.unlink(missing_ok=True)
+        try:
+            if not _start_next(queue, ended):
                 return
-            started = [job for job in jobs if job not in queued and job.app_id not in ended]
-            running = [job for job in started if _may_run(job)]
-            ended |= {job.app_id for job in started if job not in running}
-            for job in queued:
-                if len(running) < parallelism:
-                    _start(job, running)
-                    running.append(job)
+        except OSError as e:
+            if str(e) != problem:
+                logger.warning("to be tried again: %s", e)
+            problem = str(e)
         time.sleep(_POLL_S)
+
+
+def _start_next(queue: Queue, ended: set[str]) -> bool:
+    """Start the jobs that may run now; False if none waits. `ended` are jobs known to have ended; others are added."""
+    with queue.locked():
+        parallelism, jobs = queue.read()
+        queued = [job for job in jobs if queue_of(job.run, job.app_id) is not None]
+        if not queued:
+            queue.process_file.unlink(missing_ok=True)
+            return False
+        started = [job for job in jobs if job not in queued and job.app_id not in ended]
+        running = [job for job in started if _may_run(job)]
+        ended |= {job.app_id for job in started if job not in running}
+        for job in queued:
+            if len(running) < parallelism:
+                _start(job, running)
+                running.append(job)
+    return True
 
 
 def _may_run(job: QueuedJob) -> bool:

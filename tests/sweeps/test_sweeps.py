@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import signal
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from hydra import compose as hydra_compose
@@ -153,6 +155,19 @@ def test_a_queued_job_is_started_or_withdrawn_once(tmp_path: Path, monkeypatch: 
     assert launcher.alive == {"killed", "a", "b"} and not any(queue.queue_of(job.run, job.app_id) for job in jobs)
     verdict = Verdict.read(runs["broken"], 0)
     assert verdict is not None and verdict.reason == "could not be started: no such image"
+
+
+def test_a_queue_outlives_an_error_of_its_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue, "start_detached", lambda *_: None)
+    waiting, run = queue.Queue(tmp_path / "sweeps" / "s"), RunDir(tmp_path / "runs" / "a")
+    waiting.add([queue.QueuedJob("local_fsdp", str(run.path), "a-1")], parallelism=1)
+    LocalLauncher().stage(LocalRequest(str(run.path), [], {}, [], [], restart_nodes=True))
+    launcher, content = _Started(), waiting.read()
+    monkeypatch.setattr(queue, "_launcher", lambda _: launcher)
+    answers = iter([OSError(errno.EROFS, "Read-only file system"), content, content])
+    monkeypatch.setattr(queue.Queue, "read", mock.Mock(side_effect=answers))
+    queue.serve(waiting.folder)
+    assert launcher.alive == {"a"}
 
 
 @pytest.mark.parametrize(
