@@ -48,12 +48,13 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
 
 
 def notify(run: RunDir, attempt: int, verdict: Verdict) -> None:
-    """Send a verdict's notification as configured, once per attempt and decision, whichever process judged."""
+    """Send a notification as configured: of a verdict once per attempt and decision, whichever process judged."""
     settings = plain_values(run.config)["notify"]
-    try:
-        run.notified(attempt, verdict.decision).touch(exist_ok=False)
-    except OSError:  # already notified; or nothing can be written, so that this is unknown
-        return
+    if verdict.verdict != "corruption":  # of which each finding is told
+        try:
+            run.notified(attempt, verdict.decision).touch(exist_ok=False)
+        except OSError:  # already notified; or nothing can be written, so that this is unknown
+            return
     facts = {
         "run": run.name,
         "attempt": attempt,

@@ -21,7 +21,7 @@ from fsdp_jobs.launchers.supervisor import Attempt
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.tail import read_json_lines
-from fsdp_jobs.run.verdict import Verdict
+from fsdp_jobs.run.verdict import Verdict, notify
 from tests.jobs import cli, job
 
 DONE = Verdict("done", "stop", "all 4 steps are done")
@@ -103,6 +103,15 @@ def test_what_a_killed_coordinator_has_not_told_is_told_in_its_place(tmp_path: P
     assert (tmp_path / "told.txt").read_text() == "done\n"
     (ended,) = events.read_events(run)
     assert isinstance(ended, events.AttemptEnded) and ended.reason == DONE.reason
+
+
+def test_each_finding_of_a_corruption_is_told(tmp_path: Path) -> None:
+    """The first may be that two nodes differ, and the second which of them is wrong."""
+    run = run_with(tmp_path, command=f"echo $FSDP_JOBS_REASON >> {tmp_path}/told.txt", on=["corruption"])
+    for why in ("two nodes differ", "node 1 was wrong"):
+        notify(run, 0, "corruption", why)
+        assert not psutil.wait_procs(psutil.Process().children(), timeout=15)[1]
+    assert (tmp_path / "told.txt").read_text() == "two nodes differ\nnode 1 was wrong\n"
 
 
 def test_a_requeue_is_told_when_it_was_asked_for(tmp_path: Path) -> None:
