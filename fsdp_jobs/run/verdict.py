@@ -54,8 +54,8 @@ class Verdict(Record):
 
     def complete(self, run: RunDir, attempt: int) -> None:
         """Do what `close` has not done because its process was killed."""
-        newest = next(events.newest_of(run, events.AttemptEnded), None)
-        if newest is None or (newest.attempt, newest.decision) != (attempt, self.decision):
+        ends = events.newest_of(run, events.AttemptEnded)
+        if (attempt, self.decision) not in ((end.attempt, end.decision) for end in ends):
             self._record(run, attempt)
         if not run.notified(attempt, self.decision).exists():
             self._notify(run, attempt)
