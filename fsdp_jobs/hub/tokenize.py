@@ -85,7 +85,7 @@ def cached(data: DataConfig, identity: list[Any], documents: Iterable[list[int]]
     """
     folder = cache_dir(data)
     folder.mkdir(parents=True, exist_ok=True)
-    for part in folder.glob(".*.tmp"):
+    for part in folder.glob(".*.bin.*.tmp"):
         with suppress(OSError):  # another user's, or just removed
             if time.time() - part.stat().st_mtime > _LEFT_S:
                 part.unlink()
