@@ -33,16 +33,22 @@ _MOST = 1 << 20  # bytes read at once
 _HIGHEST = 1 << 53  # steps are lower
 _LONGEST_LINE = 1 << 12  # bytes of a line that are parsed
 _NUMBER = r"[-+]?\d{1,3}(?:,\d{3})+\.\d+|[-+]?\d+\.?\d*(?:e[-+]?\d+)?|[-+]?inf|nan"
-_EVALUATING = ("val", "eval", "test", "valid", "validate", "validation", "evaluate", "evaluation", "dev")
-_NO_TRAINING = "".join(f"(?<!{word}[ .-])" for word in _EVALUATING)
-_EVALUATES = r"(?:val|eval|valid|validat\w+|evaluat\w+|testing)\b"  # `test` may be a program's own name
+_EVALUATING = "val eval test valid validate validation evaluate evaluation dev h[eo]ldout h[eo]ld.out"
+_NO_TRAINING = "".join(f"(?<!{word}[ .-])" for word in _EVALUATING.split())
+_EVALUATES = (  # `test` may be a program's own name; WeNet's CV is no fold of a cross-validation
+    r"(?:val|eval|valid|validat\w+|evaluat\w+|testing|inference|h[eo]ld[-_ ]?out|cv(?= batch| \| (?:epoch|step)))\b"
+)
 _EVALUATION = re.compile(
+    r"^(?=.*(?:val|test|inference|h[eo]ld|cv))(?:"  # most lines have none of them
     # At the beginning of a line or of its message, before any step,
-    r"^(?:(?!\b(?:step|iter|batch|epoch|loss)).)*?(?:^|[\[\]:|>]| - | (?:INFO|DEBUG) )\s*" + _EVALUATES + r"(?![-=/.])|"
+    r"(?:(?!\b(?:step|iter|batch|epoch|loss)).)*?(?:^|[\[\]:|>]| - | (?:INFO|DEBUG) )\s*" + _EVALUATES + r"(?![-=/.])|"
     # as a word by itself before the loss,
-    r"^(?:(?!loss).)*?(?<![\w/.-])" + _EVALUATES + r"(?:\s*[])|]|\s+-\s|:\s*(?![-+\d\s]|n/?a))|"
+    r"(?:(?!loss).)*?(?<![\w/.-])" + _EVALUATES + r"(?:\s*[])|]|\s+-\s|:\s*(?![-+\d\s]|n/?a))|"
+    # or as `test`, if it is a field behind a step, or begins a message as a title,
+    r"(?:(?!loss|step|iter|batch|epoch).)*?"
+    r"(?:(?:step|iter|batch|epoch)(?:(?!loss).)*?[\[(|]|(?:^|[\[(|])(?=\s*(?-i:T)))\s*test\s*[])|:]|"
     # or as the part of the data that a key names, anywhere.
-    r"\b(?:split|mode|phase|stage|subset)['\"]?\s*[:=]\s*['\"]?(?:" + _EVALUATES + r"|test\b)",
+    r".*\b(?:split|mode|phase|stage|subset)['\"]?\s*[:=]\s*['\"]?(?:" + _EVALUATES + r"|test\b))",
     re.IGNORECASE,
 )
 _NO_PART = "(?<!aux )(?<!balance )(?<!best )(?<!z-)"  # of a loss that has several
@@ -56,19 +62,22 @@ _LOSS = re.compile(
 _STEP = re.compile(
     rf"\b(?=[begins-t\d]){_NO_TRAINING}"  # its first letters: to look back takes longer
     r"(?:training +\[ *(?=\d+/\d+\] +eta)|iter\(train\) +\[ *|(?<!\|)\d+\|(?=\d+\|loss)|"
+    r"(?<=debug )train(?: \| steps/sec [\d.]+\|)? batch \d+/|train:\d+-(?=\d+batch:)|"
     r"(?:global[_ ]?step|step|iter(?:ation)?|num_update|"
     r"(?<=\[)batch|batch(?=\W+\d+/\d)|epoch\W+\d+(?:/\d+)?\W+batch(?!.*\b(?:step|iter)))s?['\"]?\s*[:=#]?\s*['\"\[]?)"
-    r"(?:\d+%\|.*\|\s*)?(?P<step>\d[\d,]*)(?![\d.]*[\w%])(?:\s*(?:/|of)\s*(?P<steps>\d[\d,]*))?",
+    r"(?:\d+%\|.*\|\s*)?(?P<step>\d[\d,]*)(?![\d.]*(?!batch:)[\w%])(?:\s*(?:/|of)\s*(?P<steps>\d[\d,]*))?",
     re.IGNORECASE,
 )
 _WORD_END = re.compile(r"[^\W\d] ")  # `max steps 9` is not a step if there is another
 _HEADING = re.compile(r"\[(?:step|batch)=[^]]*\]:?$")  # the indented lines below it belong to its step
 _WORDS = ("loss", "step", "iter", "[batch", "%|")  # a line with none of them shows nothing
 _BAR = re.compile(r"^\s*\d+%\|.*\| (?P<step>\d+)/(?P<steps>\d+) \[")
-_EPOCH = re.compile(r"\bepoch['\"]?\s*[:=]?\s*\[?(?P<epoch>\d+)(?!\.?\d)", re.IGNORECASE)
+_EPOCH = re.compile(
+    r"\b(?:epoch['\"]?\s*[:=]?\s*\[?|debug train.* batch |info: (?=\d+epoch:))(?P<epoch>\d+)(?!\.?\d)", re.IGNORECASE
+)
 # Not `Train Epoch: 1 [640/60000 (1%)]`, which are samples.
 _OF_EPOCH = re.compile(
-    rf"\b(?=[et]){_NO_TRAINING}(?:epoch(?:: \[|\(train\) +\[| +\[?)|train: \[?)(?P<epoch>\d+)(?!\d*%)(?:/\d+)?[\]:]*\s*"
+    rf"\b(?=[et]){_NO_TRAINING}(?:epoch(?:: \[|\(train\) +\[| +\[?)|train: \[?)(?P<epoch>\d+)(?!\d*%)(?:/\d+)?[\]:\s]*"
     r"(?:[\[(]?train(?:ing)?[\])]?:\s*)?(?:\d+%\|.*\||[\[|])\s*(?P<step>\d+)/\s*(?P<steps>\d+)",
     re.IGNORECASE,
 )
@@ -116,9 +125,10 @@ class Reader:
             return _reading(bar)
         if line.lstrip().startswith("{"):
             self._loss = loss
-        step = _plain(_STEP, line) | _groups(_EPOCH, line)
+        is_heading = _STEP.fullmatch(line.strip()) or _HEADING.search(line.rstrip())
+        step = _plain(_STEP, line) | _groups(_EPOCH, line) if loss or is_heading else {}
         before = self._step
-        if _STEP.fullmatch(line.strip()) or _HEADING.search(line.rstrip()):
+        if is_heading:
             self._step = step
         elif not line[:1].isspace():
             self._step = {}

@@ -31,6 +31,8 @@ FAIRSEQ = '2026-01-01 10:00:00 | INFO | train_inner | {"epoch": 1, "loss": "15.2
 MMENGINE = "01/01 10:00:00 - mmengine - INFO - Epoch(train)  [1][  50/1000]  lr: 1.0e-03  eta: 1:02:03  loss: 2.3456"
 NANOTRON = "01/01 [INFO|DP=0|PP=0|TP=0]: iteration: 10 / 1500 | consumed_tokens: 10K | lm_loss: 10.5 | lr: 0.0003"
 NEMO = "Training epoch 0, iteration 9/99 | lr: 1e-05 | global_step: 9 | reduced_train_loss: 9.8 | val_loss: 4.0"
+WENET = "2024-01-01 10:00:00,000 DEBUG TRAIN | steps/sec 3.2| Batch 2/1100 loss 5.1 loss_att 5.0 lr 0.0001 rank 0"
+ESPNET = "[gpu01:0/2] 2026-01-01 (trainer:464) INFO: 1epoch:train:683-1364batch: iter_time=5.862e-05, loss=68.7"
 LIGHTNING = "Epoch 1:  50%|█████     | 50/100 [00:05<00:05, 9.80it/s, v_num=0, train_loss=2.310, val_loss=4.0]"
 
 
@@ -49,6 +51,10 @@ LIGHTNING = "Epoch 1:  50%|█████     | 50/100 [00:05<00:05, 9.80it/s, 
         (NANOTRON, Reading(10, 1500, 10.5)),
         (NEMO, Reading(9, 99, 9.8, epoch=0)),
         ("1|10|Loss: 1.23: 10%|█         | 10/100 [00:30<04:30,  3.00s/it]", Reading(10, None, 1.23)),  # torchtune
+        (WENET, Reading(1100, None, 5.1, epoch=2)),
+        (WENET.replace(" | steps/sec 3.2|", ""), Reading(1100, None, 5.1, epoch=2)),  # of older versions
+        (ESPNET, Reading(1364, None, 68.7, epoch=1)),
+        ("Epoch 0: :   5%|▌         | 5/100 [00:10<03:10, reduced_train_loss=10.9]", Reading(5, 100, 10.9, epoch=0)),
         (LIGHTNING, Reading(50, 100, 2.31, epoch=1)),
         (DIFFUSERS, Reading(50, 500, 0.12)),
         (LITGPT, Reading(110, None, 2.34, epoch=2)),
@@ -298,6 +304,18 @@ def test_a_resume_within_an_epoch_counts_from_that_epochs_beginning(tmp_path: Pa
         "step 10 loss/val 2.4",
         "step 10 dev loss 2.4",
         "step 10 best loss 2.4",
+        "2024-01-01 10:00:00,000 DEBUG CV | steps/sec 3.2| Batch 2/100 loss 5.1 loss_att 5.1 acc 0.2",  # WeNet
+        "2021-01-01 10:00:00,000 DEBUG CV Batch 2/100 loss 5.1 loss_att 5.1 history loss 5.2 rank 0",
+        "CV | Epoch 0 | Step 100 loss 5.1",
+        "step 100 held-out loss 2.5",
+        "step 100 | heldout loss: 2.5",
+        "Held-out | step 100 | loss 2.5",
+        "Inference step 5 loss 2.5",
+        "step 100 [test] loss 2.5",
+        "step 100 | test | loss 2.5",
+        "[Test] Epoch 1/3 | Batch 20/100 | running loss=2.5",
+        "[TEST] epoch: 1, step: 10, loss: 2.5",
+        "Test: step 100, loss: 2.5",
     ],
 )
 def test_an_evaluation_is_told_wherever_the_line_says_so(line: str) -> None:
@@ -317,6 +335,9 @@ def test_an_evaluation_is_told_wherever_the_line_says_so(line: str) -> None:
         ("Epoch: 0 | Batch: 100 | Loss: 2.3", Reading(100, None, 2.3, epoch=0)),
         ("Epoch: 1, Batch: 32, Step: 100, Loss: 2.3", Reading(100, None, 2.3, epoch=1)),
         ("Epoch 1, batch size 32, loss: 2.3", None),
+        ("[test] step 5 loss 2.3", Reading(5, None, 2.3)),  # the name of a run
+        ("CV | fold 3 | step 5 | loss 2.3", Reading(5, None, 2.3)),
+        ("Test run: step 5 | rollout loss 0.1 | loss 2.3", Reading(5, None, 2.3)),
         ("Epoch [1/10]: [5/100]   5%|▌    , loss=2.3 [00:01<00:20]", Reading(5, 100, 2.3, epoch=1)),  # ignite
         ("Epoch 1 train:  50%|█████     | 5/10 [00:01<00:00, loss=2.3]", Reading(5, 10, 2.3, epoch=1)),
         ("Train: 100%|██████████| 10/10 [00:01<00:00, loss=2.3]", None),  # the percentage is not an epoch
