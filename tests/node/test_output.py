@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
 
 import pytest
@@ -155,6 +156,34 @@ def test_a_pattern_of_the_users_own() -> None:
     assert Reader(r"u(?P<step>\d+) of (?P<steps>\d+)").read("u7 of 9") == Reading(7, 9)
     assert Reader(r"update (\d+).*nll ([\d.]+)").read("update 12: nll 0.5 bits") == Reading(12, None, 0.5)
     assert Reader(r"(?P<step>\w+)").read("none") is None
+
+
+@pytest.mark.parametrize(
+    ("program", "line", "said"),
+    [
+        (
+            "open_clip",
+            "INFO | Train Epoch: 2 [  640/60000 (1%)] LR: 0.1 Contrastive_loss: 4.1 (4.2) Loss: 5.1 (5.2)",
+            Reading(640, 60000, 5.1, epoch=2),
+        ),
+        ("open_clip", "Train Epoch: 2 [640/60000 (1%)]\tLoss: 2.300000", Reading(640, 60000, 2.3, epoch=2)),
+        (
+            "YOLO",
+            "\x1b[K        1/3         0G      1.2      2.3         12        640: 50% ━━━─── 2/4 1.2s/it 2.3s<2.4s",
+            Reading(2, 4, epoch=1),
+        ),
+        (
+            "YOLO",
+            "        1/3      5.1G    0.04     0.06       100       640:  50%|█████     | 2/4 [00:02<00:02,  1.5it/s]",
+            Reading(2, 4, epoch=1),
+        ),
+        ("a script", "Epoch 1/10, Loss: 2.3", Reading(1, 10, 2.3)),
+    ],
+)
+def test_the_guides_patterns_fit_what_their_programs_print(program: str, line: str, said: Reading) -> None:
+    guide = Path(__file__, "../../../docs/guides/torchrun.md").resolve().read_text()
+    pattern = re.search(rf"^\| {program}.*\| `([^|]+)` \|", guide, re.MULTILINE)
+    assert pattern and Reader(pattern[1]).read(line) == said
 
 
 def test_lines_become_metrics_as_long_as_no_rank_reports_steps(tmp_path: Path) -> None:
