@@ -77,6 +77,7 @@ class RankLogs(LogsSpecs):
                 ROUND_ENV: str(current.number),
                 TERM_ENV: str(current.term),
                 "TORCHELASTIC_RESTART_COUNT": str(current.number),  # the same on every node
+                "NODE_RANK": env["GROUP_RANK"],  # of Composer's launcher
                 "TORCH_FR_DUMP_TEMP_FILE": f"{self.run.node(self.attempt, self.node)}/{FLIGHT_RECORDER}",
                 "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": f"{self.folder}/{FLIGHT_RECORDER}",
             } | defaults

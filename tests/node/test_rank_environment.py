@@ -55,6 +55,11 @@ def test_the_users_size_of_nccls_record_holds_by_either_name(
     assert [found[name] for name in RECORDER] == ["50000", "50000"]
 
 
+def test_a_rank_finds_the_number_of_its_node_by_composers_name(tmp_path: Path) -> None:
+    """Composer refuses to start without it: `environment variable NODE_RANK is not set`."""
+    assert found_by_a_rank(tmp_path)["NODE_RANK"] == "2"
+
+
 def test_a_program_that_takes_its_rank_from_slurm_finds_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
