@@ -78,7 +78,7 @@ _EPOCH = re.compile(
 # Not `Train Epoch: 1 [640/60000 (1%)]`, which are samples.
 _OF_EPOCH = re.compile(
     rf"\b(?=[et]){_NO_TRAINING}(?:epoch(?:: \[|\(train\) +\[| +\[?)|train: \[?)(?P<epoch>\d+)(?!\d*%)(?:/\d+)?[\]:\s]*"
-    r"(?:[\[(]?train(?:ing)?[\])]?:\s*)?(?:\d+%\|.*\||[\[|])\s*(?P<step>\d+)/\s*(?P<steps>\d+)",
+    r"(?:[\[(]?train(?:ing)?[\])]?:\s*)?(?:\d+%\|.*\|(?!\s*0/)|[\[|])\s*(?P<step>\d+)/\s*(?P<steps>\d+)",
     re.IGNORECASE,
 )
 

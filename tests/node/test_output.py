@@ -388,6 +388,19 @@ def test_a_restart_from_an_epochs_beginning_repeats_nothing_of_the_epoch_before(
     assert [line["resumed"] for line in read_json_lines(run.metrics) if "resumed" in line] == [0, 249]
 
 
+def test_a_bar_that_begins_at_0_after_a_resume_repeats_no_steps(tmp_path: Path) -> None:
+    """As Composer's, which shows 0/50 with the loss of its checkpoint, and then 20/50."""
+    run, log = RunDir(tmp_path), RunDir(tmp_path).rank_log(0, 0, 0)
+    log.parent.mkdir(parents=True)
+    for steps in ((0, 1, 20, 21), (0, 20, 21)):
+        output = OutputMetrics(None, run, 0, 0, [])
+        output.begin_round(ALONE)
+        with log.open("a") as f:
+            f.writelines(f"train  Epoch   1:   4%|▌   | {step:4}/50 [00:00, loss/train=2.3]\r" for step in steps)
+        output.close()
+    assert [line["resumed"] for line in read_json_lines(run.metrics) if "resumed" in line] == [0, 19]
+
+
 def test_an_epochs_length_is_no_total_of_steps_over_all_epochs(tmp_path: Path) -> None:
     run, log = RunDir(tmp_path), RunDir(tmp_path).rank_log(0, 0, 0)
     log.parent.mkdir(parents=True)
