@@ -38,15 +38,16 @@ _NO_TRAINING = "".join(f"(?<!{word}[ .-])" for word in _EVALUATING.split())
 _EVALUATES = (  # `test` may be a program's own name; WeNet's CV is no fold of a cross-validation
     r"(?:val|eval|valid|validat\w+|evaluat\w+|testing|inference|h[eo]ld[-_ ]?out|cv(?= batch| \| (?:epoch|step)))\b"
 )
+_FIELD_END = r"(?:\s*[])|]|\s+-\s|:\s*(?![-+\d\s]|n/?a))"
 _EVALUATION = re.compile(
-    r"^(?=.*(?:val|test|inference|h[eo]ld|cv))(?:"  # most lines have none of them
+    r"^(?=.*(?:val(?!_)|test|inference|h[eo]ld|cv))(?:"  # most lines have none of them
     # At the beginning of a line or of its message, before any step,
     r"(?:(?!\b(?:step|iter|batch|epoch|loss)).)*?(?:^|[\[\]:|>]| - | (?:INFO|DEBUG) )\s*" + _EVALUATES + r"(?![-=/.])|"
     # as a word by itself before the loss,
-    r"(?:(?!loss).)*?(?<![\w/.-])" + _EVALUATES + r"(?:\s*[])|]|\s+-\s|:\s*(?![-+\d\s]|n/?a))|"
+    r"(?:(?!loss).)*?(?<![\w/.-])" + _EVALUATES + _FIELD_END + "|"
     # or as `test`, if it is a field behind a step, or begins a message as a title,
     r"(?:(?!loss|step|iter|batch|epoch).)*?"
-    r"(?:(?:step|iter|batch|epoch)(?:(?!loss).)*?[\[(|]|(?:^|[\[(|])(?=\s*(?-i:T)))\s*test\s*[])|:]|"
+    r"(?:(?:step|iter|batch|epoch)(?:(?!loss).)*?[\[(|]|(?:^|[\[(|])(?=\s*(?-i:T)))\s*test" + _FIELD_END + "|"
     # or as the part of the data that a key names, anywhere.
     r".*\b(?:split|mode|phase|stage|subset)['\"]?\s*[:=]\s*['\"]?(?:" + _EVALUATES + r"|test\b))",
     re.IGNORECASE,
@@ -59,10 +60,11 @@ _LOSS = re.compile(
     rf"['\"]?\s*[:=]?\s*['\"]?(?:tensor\()?(?!0(?![.\d]))(?P<loss>{_NUMBER})",  # 0 is a sum that has not begun
     re.IGNORECASE,
 )
+_WENET = r"(?<=debug )train(?: \| steps/sec [\d.]+\|)? batch "  # epoch/step
 _STEP = re.compile(
     rf"\b(?=[begins-t\d]){_NO_TRAINING}"  # its first letters: to look back takes longer
     r"(?:training +\[ *(?=\d+/\d+\] +eta)|iter\(train\) +\[ *|(?<!\|)\d+\|(?=\d+\|loss)|"
-    r"(?<=debug )train(?: \| steps/sec [\d.]+\|)? batch \d+/|train:\d+-(?=\d+batch:)|"
+    rf"{_WENET}\d+/|train:\d+-(?=\d+batch:)|"
     r"(?:global[_ ]?step|step|iter(?:ation)?|num_update|"
     r"(?<=\[)batch|batch(?=\W+\d+/\d)|epoch\W+\d+(?:/\d+)?\W+batch(?!.*\b(?:step|iter)))s?['\"]?\s*[:=#]?\s*['\"\[]?)"
     r"(?:\d+%\|.*\|\s*)?(?P<step>\d[\d,]*)(?![\d.]*(?!batch:)[\w%])(?:\s*(?:/|of)\s*(?P<steps>\d[\d,]*))?",
@@ -73,7 +75,7 @@ _HEADING = re.compile(r"\[(?:step|batch)=[^]]*\]:?$")  # the indented lines belo
 _WORDS = ("loss", "step", "iter", "[batch", "%|")  # a line with none of them shows nothing
 _BAR = re.compile(r"^\s*\d+%\|.*\| (?P<step>\d+)/(?P<steps>\d+) \[")
 _EPOCH = re.compile(
-    r"\b(?:epoch['\"]?\s*[:=]?\s*\[?|debug train.* batch |info: (?=\d+epoch:))(?P<epoch>\d+)(?!\.?\d)", re.IGNORECASE
+    rf"\b(?:epoch['\"]?\s*[:=]?\s*\[?|{_WENET}|info: (?=\d+epoch:))(?P<epoch>\d+)(?!\.?\d)", re.IGNORECASE
 )
 # Not `Train Epoch: 1 [640/60000 (1%)]`, which are samples.
 _OF_EPOCH = re.compile(

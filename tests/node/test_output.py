@@ -366,6 +366,8 @@ def test_an_evaluation_is_told_wherever_the_line_says_so(line: str) -> None:
         ("Epoch 1, batch size 32, loss: 2.3", None),
         ("[test] step 5 loss 2.3", Reading(5, None, 2.3)),  # the name of a run
         ("CV | fold 3 | step 5 | loss 2.3", Reading(5, None, 2.3)),
+        ("step 5 | test: 0.91 | loss 2.3", Reading(5, None, 2.3)),
+        ("DEBUG TRAIN Epoch: 1 | Batch 5/100 | loss 2.3", Reading(5, 100, 2.3, epoch=1)),
         ("Test run: step 5 | rollout loss 0.1 | loss 2.3", Reading(5, None, 2.3)),
         ("Epoch [1/10]: [5/100]   5%|▌    , loss=2.3 [00:01<00:20]", Reading(5, 100, 2.3, epoch=1)),  # ignite
         ("Epoch 1 train:  50%|█████     | 5/10 [00:01<00:00, loss=2.3]", Reading(5, 10, 2.3, epoch=1)),
