@@ -63,7 +63,7 @@ _LOSS = re.compile(
 _WENET = r"(?<=debug )train(?: \| steps/sec [\d.]+\|)? batch "  # epoch/step
 _STEP = re.compile(
     rf"\b(?=[begins-t\d]){_NO_TRAINING}"  # its first letters: to look back takes longer
-    r"(?:training +\[ *(?=\d+/\d+\] +eta)|iter\(train\) +\[ *|(?<!\|)\d+\|(?=\d+\|loss)|"
+    r"(?:training +\[ *(?=\d+/\d+\] +eta)|iter\(train\) +\[ *|(?<!\|)\d+(?:\||, +)(?=\d+(?:\||\] )loss)|"
     rf"{_WENET}\d+/|train:\d+-(?=\d+batch:)|"
     r"(?:global[_ ]?step|step|iter(?:ation)?|num_update|"
     r"(?<=\[)batch|batch(?=\W+\d+/\d)|epoch\W+\d+(?:/\d+)?\W+batch(?!.*\b(?:step|iter)))s?['\"]?\s*[:=#]?\s*['\"\[]?)"
@@ -75,7 +75,8 @@ _HEADING = re.compile(r"\[(?:step|batch)=[^]]*\]:?$")  # the indented lines belo
 _WORDS = ("loss", "step", "iter", "[batch", "%|")  # a line with none of them shows nothing
 _BAR = re.compile(r"^\s*\d+%\|.*\| (?P<step>\d+)/(?P<steps>\d+) \[")
 _EPOCH = re.compile(
-    rf"\b(?:epoch['\"]?\s*[:=]?\s*\[?|{_WENET}|info: (?=\d+epoch:))(?P<epoch>\d+)(?!\.?\d)", re.IGNORECASE
+    rf"\b(?:epoch['\"]?\s*[:=]?\s*\[?|{_WENET}|info: (?=\d+epoch:)|(?=\d+, +\d+\] loss))(?P<epoch>\d+)(?!\.?\d)",
+    re.IGNORECASE,
 )
 # Not `Train Epoch: 1 [640/60000 (1%)]`, which are samples.
 _OF_EPOCH = re.compile(

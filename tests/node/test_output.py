@@ -63,6 +63,8 @@ LIGHTNING = "Epoch 1:  50%|█████     | 50/100 [00:05<00:05, 9.80it/s, 
         (DINOV2, Reading(10, 12500, 11.5)),
         ("Training steps:  10%|█         | 50/500 [00:10<01:30,  4.91it/s, loss=0.12]", Reading(50, 500, 0.12)),
         ("Epoch [1/5], Step [100/600], Loss: 0.2345", Reading(100, 600, 0.2345, epoch=1)),  # as many tutorials print
+        ("[2,  4000] loss: 2.197", Reading(4000, None, 2.197, epoch=2)),  # PyTorch's first one
+        ("[ 2,  4000] loss: 2.197", Reading(4000, None, 2.197, epoch=2)),  # DeepSpeed's of it
         ("Epoch 1 | Batch 20/100 | Loss 2.5", Reading(20, 100, 2.5, epoch=1)),
         ("Epoch: 1, Batch: [20/100], Loss: 2.5", Reading(20, 100, 2.5, epoch=1)),
         ("batch size 8/16, step 10, loss 2.3", Reading(10, None, 2.3)),
