@@ -95,7 +95,7 @@ def expect(
         seen: failures that this cluster had.
     """
     seen, configured = seen or Failures(), config.hardware.failures_per_1000_node_days
-    rate = 1e3 * (_RELIED_ON + seen.count) / (_RELIED_ON * 1e3 / max(1e-9, configured) + seen.node_days)
+    rate = 1e3 * (_RELIED_ON + seen.count) / (_RELIED_ON * 1e3 / configured + seen.node_days)
     mtbf_s = 86400e3 / (nodes * rate)
     known = costs or Costs(0.0, 0.0, 0.0)
     tiers = tuple(_tiers(config, layout, nodes, memory or Memory("unknown"), step_s, known, mtbf_s))

@@ -36,7 +36,8 @@ class Grouping:
         self.topology = topology
         self.per_node = ranks_per_node(config)
         self.world = len(topology.nodes) * self.per_node
-        domain, gpus = config.hardware.nvlink_domain, config.hardware.gpus_per_node
+        gpus = config.hardware.gpus_per_node
+        domain = config.hardware.nvlink_domain or gpus
         nodes = max(1, domain // gpus)  # of a domain, even if a node has fewer ranks than GPUs
         self._domain = nodes * self.per_node if domain >= gpus else domain  # ranks
         self._units = topology.units(nodes)

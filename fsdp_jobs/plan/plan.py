@@ -206,7 +206,7 @@ def _hardware_problems(config: JobConfig) -> Iterator[Problem]:
 
 
 def _left_out(config: JobConfig, shape: ModelShape, topology: Topology) -> Iterator[str]:
-    """Yield what the prediction leaves out: frozen parameters, links whose speed is not known."""
+    """Yield what the prediction leaves out or has wrong: frozen parameters, numbers of the hardware."""
     if shape.frozen:
         share = f"{shape.frozen / shape.numel:.0%} of the parameters are frozen"
         yield f"{share}: the plan counts no gradients and moments for them, but the time of their backward."
@@ -217,11 +217,21 @@ def _left_out(config: JobConfig, shape: ModelShape, topology: Topology) -> Itera
     if accelerator(config) == "cuda" and ranks > gpus:
         why = f"a node of {config.hardware.name} has {gpus} GPUs (hardware.gpus_per_node), and each rank needs its own"
         yield f"Warning: nproc_per_node={ranks}: {why}."
-    inside = ("intra_node_gb_s", "inside nodes", ranks)
-    between = ("inter_node_gb_s", "between nodes", len(topology.nodes))
-    for key, where, ends in (inside, between):
-        if ends > 1 and not getattr(config.hardware, key):
-            yield f"Warning: hardware.{key} is not set: the prediction counts no time for traffic {where}."
+    is_offloaded = config.fsdp.cpu_offload or config.fsdp.activation_offload
+    uses = (
+        ("intra_node_gb_s", "counts no time for traffic inside nodes", ranks > 1),
+        ("inter_node_gb_s", "counts no time for traffic between nodes", len(topology.nodes) > 1),
+        ("memory_gb_s", "counts no time for elementwise work and the optimizer", accelerator(config) == "cuda"),
+        ("host_gb_s", "counts no time for copies to and from the host", is_offloaded),
+        ("host_memory_gib", "does not ask whether the host has the memory for what is offloaded", is_offloaded),
+    )
+    for key, lack, is_used in uses:
+        if is_used and not getattr(config.hardware, key):
+            yield f"Warning: hardware.{key} is not set: the prediction {lack}."
+    attention, peak = config.hardware.attention_tflops, config.hardware.bf16_tflops
+    if attention > peak:
+        what = f"hardware.attention_tflops={attention:g} is above hardware.bf16_tflops={peak:g}"
+        yield f"Warning: {what}: set the rate of this GPU, or 0."
 
 
 def _where_snapshots_are(layout: Layout, nodes: Sequence[Node]) -> Iterator[str]:

@@ -44,7 +44,7 @@ def test_every_key_says_what_it_means(schema: type) -> None:
 
 
 def test_numbers_that_are_none_and_rates_that_adam_refuses_are_named() -> None:
-    given = ("optim.lr=nan", "optim.beta1=1", "optim.eps=-1", "hardware.memory_gib=inf", "hardware.matmul_efficiency=0")
+    given = ("optim.lr=nan", "optim.beta1=1", "optim.eps=-1", "hardware.memory_gib=inf", "hardware.matmul_efficiency=9")
     said = [where.partition("=")[0] for where in wheres(*given)]
     assert sorted(said) == sorted(override.partition("=")[0] for override in given)
 

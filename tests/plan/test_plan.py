@@ -426,6 +426,35 @@ def test_links_of_unknown_speed_are_said() -> None:
     assert not any("Warning" in reason for reason in on_one)
 
 
+@pytest.mark.parametrize("gpus", [1, 4])
+def test_nodes_of_fewer_gpus_than_the_presets_share_no_nvlink(gpus: int) -> None:
+    plan = make_plan(
+        job("hardware=a100_80", f"hardware.gpus_per_node={gpus}", "nodes=8", "fsdp=full_shard", *SYNTHETIC)
+    )
+    assert plan.inside == "all" and plan.traffic["nccl"].inter_node > 0
+
+
+@pytest.mark.parametrize(
+    "key, needed",
+    [
+        ("memory_gb_s", "fsdp=auto"),
+        ("host_gb_s", "fsdp.cpu_offload=true"),
+        ("host_memory_gib", "fsdp.activation_offload=true"),
+    ],
+)
+def test_rates_that_are_not_set_are_said(key: str, needed: str) -> None:
+    def said(*overrides: str) -> bool:
+        reasons = make_plan(job("hardware=h100", "model=llama_1b", *overrides)).reasons
+        return any(f"Warning: hardware.{key} is not set" in reason for reason in reasons)
+
+    assert said(f"hardware.{key}=0", needed) and not said(needed)
+
+
+def test_attention_faster_than_the_gpu_is_said() -> None:
+    reasons = make_plan(job("hardware=h100", "model=llama_1b", "hardware.bf16_tflops=125")).reasons
+    assert "Warning: hardware.attention_tflops=332 is above hardware.bf16_tflops=125" in reasons[0]
+
+
 def test_a_smaller_last_microbatch_takes_less_time() -> None:
     """10 samples a rank in microbatches of 4 are 4 + 4 + 2: the time of 10 samples, not of 12."""
     here = ("hardware=h100", "model=llama3_8b", "nodes=1", "data=synthetic", "data.seq_len=4096")
