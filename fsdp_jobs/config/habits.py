@@ -85,7 +85,7 @@ def meant_by(word: str) -> str:
     last = name.rpartition(".")[2]
     if last in _PRECISION:
         return f"fsdp.param_dtype={_DTYPES.get(value.casefold(), 'auto, fp32, bf16 or fp16')}"
-    return _KEYS.get(last, "").format(value or "...")
+    return _KEYS.get(last if len(last) > 1 else name, "").format(value or "...")
 
 
 def option_meant_by(group: str, option: str) -> str:

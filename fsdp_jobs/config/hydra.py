@@ -286,7 +286,7 @@ class _Composer:
         key = override.key_or_group
         is_open = any(f"{key}.".startswith(o) and o[:-1] in keys for o in _OPEN)
         if key not in keys and (override.is_delete() or not is_open):
-            hint = meant_by(text) or nearest(key, [*keys, *self.options])
+            hint = _other_options(key, keys) or meant_by(text) or nearest(key, [*keys, *self.options])
             return Problem(text, "there is no such key", hint or "python -m fsdp_jobs --cfg job lists all keys")
         if override.is_delete() and key.startswith(_OPEN):
             mapping, _, name = key.rpartition(".")
@@ -302,6 +302,14 @@ class _Composer:
         except OmegaConfBaseException as e:
             return _of_value(text, _message(e))
         return None
+
+
+def _other_options(key: str, keys: list[str]) -> str:
+    """Name the options of a key's group that have it, if the chosen one lacks it; empty if none has."""
+    group, name = f"{key}.".split(".")[:2]
+    schemas = ((schema, node) for of, schema, node in SCHEMAS if of == group and f"{group}.{name}" not in keys)
+    options = [schema.removesuffix("_schema") for schema, node in schemas if name in {f.name for f in fields(node)}]
+    return f"a key of {', '.join(f'{group}={option}' for option in options)}" if options else ""
 
 
 _OF_INTEGERS = "converted to Integer"

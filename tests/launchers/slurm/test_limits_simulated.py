@@ -193,6 +193,7 @@ def test_partitions_of_large_and_mixed_nodes_are_read(site: Site) -> None:
     ("said", "where", "cure"),
     [
         ("Invalid generic resource (gres) specification", "cluster.gpus_per_node=b200:4", "gpu:a100:4"),
+        ("Invalid Trackable RESource (TRES) specification", "cluster.gpus_per_node=b200:4", "gpu:a100:4"),
         ("Job violates accounting/QOS policy (job submit limit, ...)", "nodes=1", "sacctmgr show qos list the limits"),
         ("Invalid account or account/partition combination specified", "cluster.account=None", "there are proj"),
     ],
