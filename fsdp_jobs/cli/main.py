@@ -93,13 +93,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args == ["--version"]:
             print(f"fsdp_jobs {fsdp_jobs.__version__}", flush=True)
             return 0
-        if verb == "submit" and {"--help", "-h"} & {*args[: habits.program_at(args)]}:
-            show_help()
-            return 0
         if verb == "submit" and args and args[0].isidentifier():
             word = args[0]
             meant = f"fsdp-jobs {habits.VERBS[word]}" if word in habits.VERBS else habits.meant_by(word)
             raise BadInput.at(word, "not a verb", meant or nearest(word, VERBS) or "fsdp-jobs --help")
+        if verb == "submit" and {"--help", "-h"} & {*args[: habits.program_at(args)]}:
+            show_help()
+            return 0
         if verb in ("submit", "plan"):
             args = habits.program_as_overrides(args)
         for stream in (sys.stdout, sys.stderr):

@@ -318,6 +318,8 @@ _OF_VALUES = {  # part of OmegaConf's message about a value's type -> the fact, 
     "converted to Float": ("is not a number", "digits: 0.5, or 1e-4"),
     "not a valid bool": ("is neither true nor false", ""),
     "is not Optional": ("needs a value", ""),
+    "is not a ListConfig": ("is not a list", "in brackets: [A,B]"),
+    "to Dict": ("is not a mapping", "one at a time, KEY.NAME=VALUE"),
 }
 
 
