@@ -35,13 +35,14 @@ class Job:
     def __init__(self, *overrides: str):
         self.overrides = overrides_in(overrides)
         self._run: RunDir | None = None
+        self._changes: tuple[str, ...] = ()  # of a run that exists
 
     @classmethod
     def of(cls, name: str, *changes: str, runs_dir: str = "runs") -> Job:
         """Return the job of an existing run, by its name or handle; `submit` continues the run with the changes."""
         run = existing_run(name, runs_dir)
         job = cls(*submission.overrides_again(run, changes))
-        job._run = run
+        job._run, job._changes = run, changes
         return job
 
     @property
@@ -64,6 +65,8 @@ class Job:
 
     def submit(self) -> str:
         """Submit the job and return its handle at once; with `dry_run=true`, return what would be submitted."""
+        if self._run is not None:
+            submission.check_left(self._run, self._changes)
         submission.forget()
         (config,) = composed([self.overrides])
         (job,) = submission.prepare([config])

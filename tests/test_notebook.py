@@ -99,6 +99,13 @@ def test_a_notebook_that_uses_hydra_itself_keeps_its_own(shell: InteractiveShell
     shown(shell, "hydra.core.global_hydra.GlobalHydra.instance().clear()")
 
 
+def test_a_run_that_is_done_is_not_submitted_to_do_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    recorded_run(tmp_path / "runs", "first")
+    with pytest.raises(BadInput, match="no step is left to do"):
+        Job.of("first").submit()
+
+
 def test_no_torch_in_a_notebook(tmp_path: Path) -> None:
     code = "from fsdp_jobs import Job; Job('nodes=2').plan(); Job('dry_run=true').submit(); import sys"
     heavy = "print(sorted({m.partition('.')[0] for m in sys.modules} & {'torch', 'transformers', 'matplotlib'}))"

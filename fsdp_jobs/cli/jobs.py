@@ -30,7 +30,6 @@ from fsdp_jobs.run.beside import beside
 from fsdp_jobs.run.directory import write_atomic
 from fsdp_jobs.run.identity import check_may_act
 from fsdp_jobs.run.state import State
-from fsdp_jobs.run.status import RunStatus
 from fsdp_jobs.run.table import counted
 from fsdp_jobs.run.verdict import EXIT_FAILED
 from fsdp_jobs.submit import submit as submission
@@ -138,14 +137,7 @@ def resume(args: list[str]) -> int:
     flags, changes = parser.parse(rest)
     run = existing_run(flags.name, folders["runs_dir"])
     check_may_act(run)
-    status = RunStatus(run)
-    status.glance()
-    steps = run.read_job().get("steps")
-    if status.state == "done" and steps is None and not changes:
-        say(f"{run.name} is done: {status.reason}; its script is started once more", "yellow")
-    elif status.state == "done" and steps is not None and "steps" not in map(key_of, changes):
-        train_on = f"fsdp-jobs resume {named(run)} steps={2 * steps}"
-        raise BadInput.at(run.name, f"is done: {status.reason}; no step is left to do", train_on)
+    submission.check_left(run, changes)
     is_dry = any(compose_job([change]).dry_run for change in changes if key_of(change) == "dry_run")
     if copied := another_runs(run):
         say(f"{copied}: {run.name} gets a job of its own")

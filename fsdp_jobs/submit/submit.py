@@ -33,6 +33,7 @@ from fsdp_jobs.run.identity import check_may_act, claim, identity_of
 from fsdp_jobs.run.processes import raise_file_limit
 from fsdp_jobs.run.record import JsonObject
 from fsdp_jobs.run.state import State
+from fsdp_jobs.run.status import RunStatus
 from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.submit.submitted import adopt, grouped, has_ended, job_of, named, record
 from fsdp_jobs.submit.validate import check_existing_run, validate
@@ -78,6 +79,23 @@ def overrides_again(run: RunDir, changes: Sequence[str]) -> list[str]:
     """
     before = [o for o in run.read_job()["overrides"] if key_of(o) not in _FOR_ONE_SUBMISSION]
     return merge_overrides(before, [*changes, f"name={run.name}", f"runs_dir={run.path.parent}"])
+
+
+def check_left(run: RunDir, changes: Sequence[str]) -> None:
+    """Check that a run would not be submitted to do nothing; a program that is done is started once more.
+
+    Raises:
+        BadInput: the trainer has done all steps, and the changes name no others.
+    """
+    steps, status = run.read_job().get("steps"), RunStatus(run)
+    status.glance()
+    if status.state != "done":
+        return
+    if steps is None and not changes:
+        say(f"{run.name} is done: {status.reason}; its script is started once more", "yellow")
+    elif steps is not None and "steps" not in map(key_of, changes):
+        train_on = f"fsdp-jobs resume {named(run)} steps={2 * steps}"
+        raise BadInput.at(run.name, f"is done: {status.reason}; no step is left to do", train_on)
 
 
 @cache
