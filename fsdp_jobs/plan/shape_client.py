@@ -70,15 +70,15 @@ def _ask(question: str, config: JobConfig, where: str) -> str:
     same.init_from, same.init_key_map, same.init_rope = config.init_from, config.init_key_map, config.init_rope
     if isinstance(model, HfConfig) and not Path(model.name_or_path).is_dir():
         hub_model = model.name_or_path
+    found = "a folder (there is none of this name), or a network that reaches the hub" if hub_model else ""
     try:
         answer = run_probe(question, dump_config(same), hub_model)
     except subprocess.TimeoutExpired:
         what = f"could not be probed: no answer for {TIMEOUT_S} s"
-        cure = "a folder, or a network that reaches the hub" if hub_model else "a shorter data.seq_len"
-        raise BadInput.at(where, what, cure) from None
+        raise BadInput.at(where, what, found or "a shorter data.seq_len") from None
     if answer.returncode:
         last = (answer.stderr.strip() or "no message").splitlines()[-1]
-        raise BadInput.at(where, f"could not be probed: {last}")
+        raise BadInput.at(where, f"could not be probed: {last}", found)
     return answer.stdout.splitlines()[-1]
 
 

@@ -510,6 +510,12 @@ class TestProbe:
         with pytest.raises(BadInput, match="could not be probed: no answer for"):
             probe(self.config(tmp_path, monkeypatch, "build", "data.seq_len=64"))
 
+    def test_one_that_is_no_folder_and_not_on_the_hub_has_a_cure(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        answer = subprocess.CompletedProcess([], 1, stderr="OSError: We couldn't connect")
+        monkeypatch.setattr(shape_client, "run_probe", lambda *_: answer)
+        with pytest.raises(BadInput, match=r"We couldn't connect\n      -> a folder \(there is none"):
+            probe(compose_job(["model=hf", "model.name_or_path=my_lama"]))
+
     def test_jobs_that_differ_elsewhere_ask_once(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """A sweep over sizes, limits or savings: each question imports torch."""
         asked = []
