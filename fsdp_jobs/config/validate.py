@@ -86,6 +86,8 @@ def _tracking(config: JobConfig) -> Iterator[Problem]:
     if "@" in (tracking.uri or ""):
         instead = "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or WANDB_API_KEY"
         yield Problem("tracking.uri", "holds a password, and would be written into the run directory", instead)
+    if re.match(r"[\w.-]+:\d", tracking.uri or ""):
+        yield Problem(f"tracking.uri={tracking.uri}", "has no scheme", f"http://{tracking.uri}, or https")
     is_known = tracking.kind in ("mlflow", "wandb") and config.cluster.shares_environment
     if is_known and importlib.util.find_spec(tracking.kind) is None:
         yield Problem(f"tracking={tracking.kind}", "is not installed", f"pip install 'fsdp_jobs[{tracking.kind}]'")

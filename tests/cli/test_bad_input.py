@@ -80,6 +80,7 @@ CASES = [
     (["name=${oc.env:NO_SUCH}"], "name: KeyError raised while resolving interpolation"),
     (["submitt"], "did you mean submit?"),
     (["cluster=docker", "cluster.env=A"], "is not a mapping\n      -> one at a time, KEY.NAME=VALUE"),
+    (["tracking=mlflow", "tracking.uri=mlflow:5000"], "has no scheme\n      -> http://mlflow:5000, or https"),
     (["help", "statu"], "did you mean status?"),
     (["model=custom", "model.wrap_classes=Block"], "Block: is not a list\n      -> in brackets: [A,B]"),
     (["resume"], "are required: name\n"),

@@ -47,6 +47,12 @@ def send(run: RunDir, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, env=environment(run.path, **env), capture_output=True, text=True, timeout=60)
 
 
+def test_a_folder_from_which_nothing_can_be_sent_is_named(tmp_path: Path) -> None:
+    for run in (RunDir(tmp_path / "gone"), recorded_run(tmp_path)):
+        done = send(run)
+        assert done.returncode == 2 and f"{run.path}: no run with" in done.stderr and "Traceback" not in done.stderr
+
+
 def sent_lines(run: RunDir) -> int:
     return int(json.loads(run.tracking.read_text())["offset"]) if run.tracking.exists() else 0
 

@@ -137,6 +137,8 @@ def main() -> int:
     parser.add_argument("--beside-agent", action="store_true", help="go on until standard input ends")
     args = parser.parse_args()
     run, over = RunDir(args.run_dir), threading.Event()
+    if not run.config.exists() or plain_values(run.config)["tracking"]["kind"] not in TRACKERS:
+        parser.error(f"{run.path}: no run with tracking=mlflow or tracking=wandb is there")
     if args.beside_agent:
         threading.Thread(target=_watch_agent, args=(over,), daemon=True).start()
     else:
