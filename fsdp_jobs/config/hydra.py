@@ -188,7 +188,7 @@ def _quoted(override: str) -> str:
     with suppress(HydraException):
         read = parsed(override)
         if read.is_sweep_override():
-            is_as_meant = value.startswith(("choice(", "range(", "interval("))
+            is_as_meant = value.startswith(("choice(", "range(", "interval(", '"', "'"))
         else:
             is_as_meant = isinstance(read.value(), str)
         if is_as_meant or key in _PATHS:

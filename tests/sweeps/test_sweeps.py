@@ -195,6 +195,17 @@ def test_a_bad_sweep_is_said_whole_and_leaves_nothing(
     assert not any(tmp_path.iterdir())
 
 
+def test_a_programs_arguments_are_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each in quotes; a comma elsewhere belongs to the arguments."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    for words, jobs in (('"--lr 1e-4","--lr 3e-4"', 2), ("--sizes 1,2", 1)):
+        assert main(["--multirun", "script=train.py", f"script_args={words}", "dry_run=true"]) == 0
+        assert capsys.readouterr().out.count(" submit ") == jobs
+
+
 @pytest.mark.parametrize("interrupted", ["submit", "wait"])
 def test_ctrl_c_says_that_jobs_continue_only_where_there_are_jobs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], interrupted: str
