@@ -49,7 +49,12 @@ def _numbers_of_ranks(config: JobConfig) -> Iterator[Problem]:
 
 
 def _relations(config: JobConfig) -> Iterator[Problem]:
-    """Check keys of the groups `fsdp`, `elastic` and `integrity` against others."""
+    """Check folders, and keys of the groups `fsdp`, `elastic` and `integrity` against others."""
+    saves = config.checkpoint
+    folders = {"runs_dir": config.runs_dir, "checkpoint.dir": saves.dir, "checkpoint.local_dir": saves.local_dir}
+    for key, folder in folders.items():
+        if folder == "":
+            yield Problem(f"{key}=", "names no folder", "is a variable of your shell not set?")
     if config.fsdp.activation_offload and config.fsdp.activation_checkpointing == "none":
         what = "offloads what activation checkpointing keeps, and fsdp.activation_checkpointing=none"
         yield Problem("fsdp.activation_offload=true", what, "fsdp.activation_checkpointing=full")

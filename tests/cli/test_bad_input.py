@@ -81,6 +81,7 @@ CASES = [
     (["submitt"], "did you mean submit?"),
     (["cluster=docker", "cluster.env=A"], "is not a mapping\n      -> one at a time, KEY.NAME=VALUE"),
     (["tracking=mlflow", "tracking.uri=mlflow:5000"], "has no scheme\n      -> http://mlflow:5000, or https"),
+    (["runs_dir=", "checkpoint.dir="], "2. checkpoint.dir=: names no folder\n      -> is a variable"),
     (["help", "statu"], "did you mean status?"),
     (["model=custom", "model.wrap_classes=Block"], "Block: is not a list\n      -> in brackets: [A,B]"),
     (["resume"], "are required: name\n"),
