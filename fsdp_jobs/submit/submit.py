@@ -19,7 +19,7 @@ from fsdp_jobs.checkpoints.catalog import find_checkpoints
 from fsdp_jobs.config.errors import BadInput, JobFailed, Problem
 from fsdp_jobs.config.hydra import key_of, merge_overrides
 from fsdp_jobs.config.resolve import most_nodes, ranks_per_node
-from fsdp_jobs.config.schema import CustomModelConfig, HfConfig, JobConfig, dump_config
+from fsdp_jobs.config.schema import CustomModelConfig, HfConfig, JobConfig, dump_config, plain_values
 from fsdp_jobs.config.terminal import say
 from fsdp_jobs.launchers.base import Job, Launcher, at_once, launcher_of, new_submission
 from fsdp_jobs.plan.plan import Plan, make_plan
@@ -27,7 +27,7 @@ from fsdp_jobs.plan.shape_client import check_initial_weights, probe, run_probe
 from fsdp_jobs.plan.shapes import ModelShape
 from fsdp_jobs.plan.sources import from_yaml
 from fsdp_jobs.plan.topology import Topology
-from fsdp_jobs.run.directory import RunDir, checkpoints_of, digest_of, run_dir_of, runs_in, write_atomic
+from fsdp_jobs.run.directory import RunDir, as_written, checkpoints_of, digest_of, run_dir_of, runs_in, write_atomic
 from fsdp_jobs.run.goodput import Failures, costs_of, failures_of
 from fsdp_jobs.run.identity import check_may_act, claim, identity_of
 from fsdp_jobs.run.processes import raise_file_limit
@@ -78,6 +78,9 @@ def overrides_again(run: RunDir, changes: Sequence[str]) -> list[str]:
     Overrides that applied only to that submission are left out, for example the user's permissions.
     """
     before = [o for o in run.read_job()["overrides"] if key_of(o) not in _FOR_ONE_SUBMISSION]
+    given = "checkpoint.dir" in map(key_of, before)
+    if given and (folder := plain_values(run.config)["checkpoint"]["dir"]):  # absolute
+        before = merge_overrides(before, [f"checkpoint.dir={folder}"])
     return merge_overrides(before, [*changes, f"name={run.name}", f"runs_dir={run.path.parent}"])
 
 
@@ -140,6 +143,8 @@ def prepare(configs: Sequence[JobConfig]) -> list[Prepared]:
     asked: dict[str, list[str]] = {}
     submission = new_submission()
     for config in configs:
+        if (folder := config.checkpoint.dir) and "://" not in folder:  # found from other folders, too
+            config = replace(config, checkpoint=replace(config.checkpoint, dir=str(as_written(folder))))
         try:
             launcher = launcher_of(config.cluster.launcher)
             if (cluster := repr((config.cluster, config.dry_run))) not in asked:  # only once: it may not answer

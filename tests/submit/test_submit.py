@@ -103,6 +103,18 @@ def test_jobs_of_one_submission_are_listed_in_its_order(tmp_path: Path, monkeypa
     assert [run.name for run in runs_in(str(tmp_path))] == names
 
 
+def test_checkpoints_in_a_relative_folder_are_found_from_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = [f"runs_dir={tmp_path}/runs", "name=a", "nodes=1", "nproc_per_node=1", "checkpoint.dir=saved"]
+    (job,) = submission.prepare([compose_job(given)])
+    submission.submit([replace(job, launcher=_Launcher("taking", "7"))], [given])  # type: ignore[arg-type]
+    monkeypatch.chdir("/")
+    (again,) = submission.prepare([compose_job(submission.overrides_again(job.run, []))])
+    assert job.config.checkpoint.dir == again.config.checkpoint.dir == f"{tmp_path}/saved"
+
+
 def test_an_unfinished_submission_that_cannot_be_locked_is_left_alone(tmp_path: Path) -> None:
     """It is another user's, for example."""
     run = RunDir(tmp_path / "theirs")
