@@ -234,8 +234,7 @@ def _size(partition: client.Partition) -> str:
 # Part of SLURM's message in lower case, the key that it is about (empty: sizes), the cure. The first match counts.
 _RULES: tuple[tuple[str, str, Callable[[client.Partition], str]], ...] = (
     ("configuration", "", _size),
-    ("generic resource", "gpus_per_node", _size),
-    ("trackable resource", "gpus_per_node", _size),
+    ("resource (", "gpus_per_node", _size),  # generic (gres), or trackable (TRES)
     ("accounting/qos policy", "", lambda _: _LIMITS),
     ("account", "account", lambda _: _names("assoc", f"user={user_name()}", "format=Account")),
     ("partition", "partition", lambda _: "there are " + ", ".join(p.name for p in client.partitions())),
