@@ -61,7 +61,7 @@ def connect(cluster: KubernetesClusterConfig, retried_for_s: float = 0) -> Api:
     return Api(login, cluster.namespace or login.namespace, retried_for_s)
 
 
-@lru_cache
+@lru_cache(8)  # contexts at once; one whose kubeconfig has changed would keep its connections open
 def _login(context: str | None, files: str, changed: tuple[int, ...]) -> Login:
     in_pod = not os.environ.get("KUBECONFIG") and not any(changed) and "KUBERNETES_SERVICE_HOST" in os.environ
     return Login(lambda: _log_in(context, None if in_pod else files))

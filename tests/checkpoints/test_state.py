@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from fsdp_jobs.checkpoints.state import Hyperparameters, RandomState, State, _packed, _unpacked
 from fsdp_jobs.checkpoints.tensors import local
 from fsdp_jobs.config.errors import JobFailed
+from fsdp_jobs.run.beside import wait_until
 from tests.checkpoints.saving import save_steps, trained, value_of
 from tests.world import run_world
 
@@ -192,8 +193,13 @@ def _held(folder: str) -> None:
     checkpoints.state.to_save, dcp.save = noted, late  # type: ignore[method-assign, assignment]
     checkpoints.save(1)
     checkpoints.before_update()
-    gc.collect()
-    assert copied and not any(ref() is not None for ref in copied), "copies on the device live until they are written"
+
+    def are_freed() -> bool:
+        gc.collect()
+        return all(ref() is None for ref in copied)
+
+    is_freed = wait_until(are_freed, 10)  # by the thread that has staged them
+    assert copied and is_freed, "copies on the device live until they are written"
     gate.set()
     checkpoints.close()
 

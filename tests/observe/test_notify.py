@@ -65,12 +65,19 @@ def run_with(folder: Path, **settings: object) -> RunDir:
     return run
 
 
-def close(run: RunDir, verdict: Verdict) -> list[dict[str, Any]]:
-    """End the attempt and wait as an interpreter does that ends; returns the notifications that failed."""
+@contextmanager
+def notified() -> Iterator[None]:
+    """Wait for the notifications that begin in it, as an interpreter does that ends."""
     before = set(psutil.Process().children())
-    verdict.close(run, 0)
+    yield
     notifying = set(psutil.Process().children()) - before  # by id: a process that has just begun shows no command
     assert not psutil.wait_procs(notifying, timeout=15)[1]
+
+
+def close(run: RunDir, verdict: Verdict) -> list[dict[str, Any]]:
+    """End the attempt; returns the notifications that failed."""
+    with notified():
+        verdict.close(run, 0)
     return [e for e in read_json_lines(run.events) if e["event"] == "notify_failed"]
 
 
@@ -98,8 +105,8 @@ def test_what_a_killed_coordinator_has_not_told_is_told_in_its_place(tmp_path: P
     attempt = Attempt(run, 0)
     attempt.start("coordinator", ["false"], os.environ)
     for _ in range(2):
-        attempt.finish(10)
-        assert not psutil.wait_procs(psutil.Process().children(), timeout=15)[1]
+        with notified():
+            attempt.finish(10)
     assert (tmp_path / "told.txt").read_text() == "done\n"
     (ended,) = events.read_events(run)
     assert isinstance(ended, events.AttemptEnded) and ended.reason == DONE.reason
@@ -109,8 +116,8 @@ def test_each_finding_of_a_corruption_is_told(tmp_path: Path) -> None:
     """The first may be that two nodes differ, and the second which of them is wrong."""
     run = run_with(tmp_path, command=f"echo $FSDP_JOBS_REASON >> {tmp_path}/told.txt", on=["corruption"])
     for why in ("two nodes differ", "node 1 was wrong"):
-        notify(run, 0, "corruption", why)
-        assert not psutil.wait_procs(psutil.Process().children(), timeout=15)[1]
+        with notified():
+            notify(run, 0, "corruption", why)
     assert (tmp_path / "told.txt").read_text() == "two nodes differ\nnode 1 was wrong\n"
 
 
