@@ -204,6 +204,7 @@ def test_the_file_of_accelerates_documentation_is_taken_and_numbers_are_checked(
     assert read(file).values == {"fsdp.strategy": "full_shard"}, "null and 0 are no numbers"
 
 
+@pytest.mark.soak  # what benchmarks/against_accelerate.py checks, too
 @pytest.mark.integration
 def test_our_trainer_and_accelerate_launch_train_the_same(tmp_path: Path) -> None:
     from benchmarks.against_accelerate import furthest, ours, prepare, theirs

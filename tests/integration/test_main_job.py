@@ -77,6 +77,7 @@ def test_after_a_killed_coordinator_rank_and_node_the_losses_are_the_same_to_the
     assert "was killed by SIGKILL" in (tmp_path / "runs" / "hurt" / "report.html").read_text()
 
 
+@pytest.mark.soak  # the order itself: tests/train/test_data.py; losses on other ranks: test_everything_killed...
 def test_each_epoch_sees_each_sample_once_through_a_kill_and_another_world(tmp_path: Path) -> None:
     tokens = np.repeat(np.arange(SAMPLES, dtype=np.uint16), 8)
     np.append(tokens, np.uint16(0)).tofile(tmp_path / "tokens.bin")

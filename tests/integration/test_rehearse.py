@@ -17,9 +17,13 @@ from tests.jobs import cli, environment
 pytestmark = pytest.mark.integration
 
 
-@pytest.mark.parametrize("fault", [pytest.param("kill_rank", marks=pytest.mark.soak), "corrupt_checkpoint"])
+LARGE = ("model=llama3_8b", "nodes=16", "cluster=slurm")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("fault", ["kill_rank", "corrupt_checkpoint"])
 def test_a_rehearsal_of_a_large_job_in_small(tmp_path: Path, fault: str) -> None:
-    done = cli(tmp_path, "rehearse", fault, "model=llama3_8b", "nodes=16", "fsdp=hybrid_shard", "cluster=slurm")
+    done = cli(tmp_path, "rehearse", fault, *LARGE, "fsdp=hybrid_shard")
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"PASS {fault}" in done.stdout
 
@@ -31,8 +35,8 @@ def rehearsed(folder: Path, fault: str, *overrides: str) -> str:
     return done.stdout
 
 
-def test_a_flipped_bit_in_memory_costs_nothing(tmp_path: Path) -> None:
-    assert "in memory" in rehearsed(tmp_path, "flip_bit", "fsdp=full_shard", "nproc_per_node=1")
+def test_a_flipped_bit_in_the_memory_of_a_large_job_in_small_costs_nothing(tmp_path: Path) -> None:
+    assert "in memory" in rehearsed(tmp_path, "flip_bit", *LARGE, "fsdp=full_shard", "nproc_per_node=1")
 
 
 @pytest.mark.soak
