@@ -49,6 +49,7 @@ small_library.main()
 """
 
 
+@pytest.mark.soak  # the trainer is a program on the library: test_slow.py, test_integrity.py
 def test_the_librarys_slow_nodes_and_differing_replicas_are_named_as_the_trainers(tmp_path: Path) -> None:
     (tmp_path / "watched.py").write_text(_WATCHED)
     keys = ("script=watched.py", "script_args=--steps=100000", "fsdp=no_shard", "elastic.heartbeat_interval_s=0.25")

@@ -193,8 +193,9 @@ def test_what_nobody_restarts_is_named_and_cancel_leaves_nothing_even_without_a_
     with docker_job(tmp_path, "alone", image, *task) as job:
         job.until_step(5)
         docker("rm", "--force", job.container("node-1"))
-        job.until(lambda: bool(job.events("waiting")), "the missing container is named")
-        assert "the container of node-1 was removed" in job.verb("status", "alone")
+        removed = "the container of node-1 was removed"
+        job.until(lambda: any(removed in e["why"] for e in job.events("waiting")), "the missing container is named")
+        assert removed in job.verb("status", "alone")
         supervisor = supervisor_of(job.run)
         assert supervisor is not None
         supervisor.kill()

@@ -224,10 +224,11 @@ def test_a_site_that_takes_no_job_in_place_of_a_lost_node_is_named(lab: Lab, fol
         lab.on_login("scontrol", "update", "partitionname=main", "state=drain")
         try:
             lab.on_login("scontrol", "update", f"nodename={taken}", "state=down", "reason=test")
-            job.until(lambda: bool(job.events("waiting")), "the reason", 120)
+            refused = "no node in place of node 1: SLURM says: "
+            job.until(lambda: any(refused in e["why"] for e in job.events("waiting")), "the reason", 120)
             job.progress(3)
             (row,) = json.loads(lab.cli(folder, "status", "--json", "alone").stdout)
-            assert row["state"] == "running" and "no node in place of node 1: SLURM says: " in row["reason"], row
+            assert row["state"] == "running" and refused in row["reason"], row
             assert "partition not available" in row["reason"], row
         finally:
             lab.on_login("scontrol", "update", "partitionname=main", "state=up")
