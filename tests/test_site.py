@@ -15,6 +15,7 @@ from tests.jobs import ROOT
 pytest.importorskip("material", reason="pip install 'fsdp_jobs[docs]'")
 
 
+@pytest.mark.integration
 def test_the_site_builds_without_a_warning_and_its_pages_load_nothing_from_elsewhere(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site"]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}  # its successor's advertisement

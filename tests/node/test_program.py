@@ -264,6 +264,7 @@ def test_a_program_ends_as_in_an_interpreter_and_its_children_are_no_ranks(tmp_p
     assert "RuntimeError: of a child" in said and not (tmp_path / "error.json").exists(), said
 
 
+@pytest.mark.integration
 def test_a_program_that_leaves_out_the_end_of_its_training_is_told(tmp_path: Path) -> None:
     steps = f"from fsdp_jobs.run.rank_state import *\nRankState({str(tmp_path)!r}, 0).report(5, 0, Phase.{{}})"
     for phase, told in (("TRAINING", 1), ("DONE", 0), ("LEAVING", 0)):

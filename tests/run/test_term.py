@@ -57,6 +57,7 @@ def _claim_many(home: Path, name: str, count: int) -> list[int]:
     return [claim(home, ROUND, f"{name} {i}") for i in range(count)]
 
 
+@pytest.mark.integration
 def test_no_two_get_the_same_number(home: Path) -> None:
     with multiprocessing.get_context("spawn").Pool(4) as pool:
         claimed = pool.starmap(_claim_many, [(home, f"claimant {i}", 6) for i in range(4)])

@@ -83,6 +83,7 @@ def test_memory_is_compared_with_the_tensors_and_with_all() -> None:
     assert [row.note for row in rows[-2:]] == ["CUDA out of memory", "Killed"]
 
 
+@pytest.mark.integration
 def test_what_a_configuration_takes_is_measured_in_real_steps() -> None:
     """On the CPU, where no peaks are to be had."""
     tiny = [*TINY, "nodes=1", "nproc_per_node=1", "fsdp=full_shard"]
