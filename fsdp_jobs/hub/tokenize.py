@@ -85,10 +85,6 @@ def cached(data: DataConfig, identity: list[Any], documents: Iterable[list[int]]
     """
     folder = cache_dir(data)
     folder.mkdir(parents=True, exist_ok=True)
-    for part in folder.glob(".*.bin.*.tmp"):
-        with suppress(OSError):  # another user's, or just removed
-            if time.time() - part.stat().st_mtime > _LEFT_S:
-                part.unlink()
     text = json.dumps([identity, data.vocab_size], default=str)
     file = folder / f"{hashlib.blake2b(text.encode(), digest_size=12).hexdigest()}.bin"
     if file.exists():
@@ -96,10 +92,18 @@ def cached(data: DataConfig, identity: list[Any], documents: Iterable[list[int]]
     with (folder / f"{file.name}.lock").open("w") as turn:
         lock(turn)
         if not file.exists():
+            _remove_unfinished(folder)
             print(f"tokenizing {data.path} into {file}, once", flush=True)
             with replacing(file) as part:
                 _write(part, data, documents)
     return file
+
+
+def _remove_unfinished(folder: Path) -> None:
+    for part in folder.glob(".*.bin.*.tmp"):
+        with suppress(OSError):  # another user's, or just removed
+            if time.time() - part.stat().st_mtime > _LEFT_S:
+                part.unlink()
 
 
 def cache_dir(data: DataConfig) -> Path:
