@@ -173,8 +173,7 @@ def _mounts(config: JobConfig, run: RunDir) -> Iterator[tuple[str, str, bool]]:
     """Yield (from, to, read only) of each path that a job reads or writes outside its image."""
     yield str(run.path), str(run.path), False
     if config.checkpoint.dir is not None and "://" not in config.checkpoint.dir:
-        folder = str(as_written(config.checkpoint.dir))
-        yield folder, folder, False  # it must exist for Docker: `create` makes it
+        yield config.checkpoint.dir, config.checkpoint.dir, False  # it must exist for Docker: `create` makes it
     for path in input_paths(config):
         yield str(as_written(path)), str(as_written(path)), True
     for text in cluster_of(config).mounts:
