@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, cast
 
 from fsdp_jobs.config.errors import BadInput, JobFailed
 from fsdp_jobs.launchers.base import launcher_of
+from fsdp_jobs.launchers.supervisor import StorageErrors
 from fsdp_jobs.run import log
 from fsdp_jobs.run.directory import RunDir, lock, read_json, write_json
 from fsdp_jobs.run.processes import record_process, recorded_process, start_detached
@@ -119,16 +120,12 @@ def _marker(run: RunDir) -> Path:
 
 def serve(folder: Path) -> None:
     """Start jobs as others end, until none waits. An error of the storage ends nothing: it is tried again."""
-    queue, problem = Queue(folder), ""
+    queue, storage_errors = Queue(folder), StorageErrors()
     ended: set[str] = set()
     while True:
-        try:
+        with storage_errors:
             if not _start_next(queue, ended):
                 return
-        except OSError as e:
-            if str(e) != problem:
-                logger.warning("to be tried again: %s", e)
-            problem = str(e)
         time.sleep(_POLL_S)
 
 

@@ -34,6 +34,23 @@ def is_superseded(run: RunDir) -> bool:
     return os.environ.get(SUBMISSION_ENV, run.submission) != run.submission
 
 
+class StorageErrors:
+    """A context that an error of the storage ends early: its user tries again. The same error is logged once."""
+
+    _told = ""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> bool:
+        if not isinstance(error, OSError):
+            return False
+        if str(error) != self._told:
+            logger.warning("to be tried again: %s", error)
+        self._told = str(error)
+        return True
+
+
 @dataclass(eq=False)
 class Process:
     """A process with a log, which can be started more than once."""
@@ -103,19 +120,15 @@ class Attempt:
 
         An error of the run directory's storage ends nothing: it is tried again.
         """
-        problem = ""
+        storage_errors = StorageErrors()
         while True:
-            try:
+            with storage_errors:
                 if self.is_over():
                     return self.verdict
                 self.on_poll()
                 for process in [p for p in self.processes if p.has_ended and self.restarts(p)]:
                     if self.verdict is None:
                         self._on_death(process)
-            except OSError as e:
-                if str(e) != problem:
-                    logger.warning("to be tried again: %s", e)
-                problem = str(e)
             time.sleep(self.poll_s)
 
     def finish(self, seconds: float) -> None:
