@@ -75,13 +75,14 @@ def check_existing_run(config: JobConfig, run: RunDir) -> None:
     if newest is not None and not config.is_program and config.steps < (done := step_of(newest)):
         what = f"run {run.name} is at step {done} already"
         raise BadInput.at(f"steps={config.steps}", what, f"steps above {done}")
-    if problems := training_changes(config, run):
+    has_trained = newest is not None or not _has_never_trained(run)
+    if has_trained and (problems := training_changes(config, run)):
         raise BadInput(problems)
 
 
 def training_changes(config: JobConfig, run: RunDir) -> list[Problem]:
-    """List what a configuration would change in the training of an existing run, unless it failed before any step."""
-    if not run.config.exists() or config.allow_config_change or _has_never_trained(run):
+    """List what a configuration would change in the training of an existing run."""
+    if not run.config.exists() or config.allow_config_change:
         return []
     before, now = training_values(load_config(run.config)), training_values(config)
     problems = [
@@ -97,7 +98,9 @@ def training_changes(config: JobConfig, run: RunDir) -> list[Problem]:
 
 
 def _has_never_trained(run: RunDir) -> bool:
-    """Whether a run ended by an error of its own before any step that is known."""
+    """Whether no attempt of a run has begun, or it ended by an error of its own before any step that is known."""
+    if run.last_attempt() < 0:
+        return True
     verdict = Verdict.final(run)
     return verdict is not None and verdict.verdict == "user_error" and not any(newest_json_lines(run.metrics))
 

@@ -157,6 +157,7 @@ def test_another_training_configuration_under_the_same_name_is_refused(tmp_path:
 
     run = RunDir(tmp_path / "runs" / "mine")
     write_atomic(run.config, dump_config(compose_job(["name=mine"])))
+    run.attempt(0).mkdir(parents=True)
     done = called(tmp_path, "name=mine", "optim.lr=0.5", "seed=3", "dry_run=true")
     assert done.returncode == 2
     assert "optim.lr=0.5: run mine was trained with 0.001" in done.stderr and "seed=3" in done.stderr

@@ -358,3 +358,15 @@ def test_ctrl_c_while_jobs_are_composed_is_no_problem_of_the_configuration(
     monkeypatch.setattr("fsdp_jobs.config.hydra.hydra_compose", hydra_compose)  # tests keep what it has composed
     assert main([*words, *SMALL, "dry_run=true"]) == 130
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_sweep_whose_submission_was_killed_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number, seed in enumerate([3, 4]):  # of two jobs, and job.json of neither
+        config = compose_job([*SMALL, f"seed={seed}", f"name=s-{number:03d}"])
+        write_atomic(RunDir(tmp_path / "runs" / f"s-{number:03d}").config, dump_config(config))
+    with mock.patch.object(LocalLauncher, "submit", side_effect=InterruptedError) as submitted:
+        assert main(["--multirun", "name=s", "seed=1,2,3", *SMALL, "dry_run=true"]) == 0
+        with pytest.raises(InterruptedError):
+            main(["--multirun", "name=s", "seed=1,2,3", *SMALL])
+    assert submitted.called
