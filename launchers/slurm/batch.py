@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from fsdp_jobs.config.errors import BadInput, one_line
@@ -263,7 +264,9 @@ class Batch(Attempt):
             try:
                 job = client.running(self.job_id)  # raises while the controller or munge is down
                 if job is None:
-                    logger.info("not requeued: the job is no longer running")
+                    if not client.is_requeued(self.job_id):
+                        why = f"{verdict.reason}; SLURM ends the job: fsdp-jobs resume {self.run.name} continues it"
+                        judge(self.run, replace(verdict, decision="stop", reason=why))
                     return EXIT_REQUEUE
                 margin_s = self.commands.margin_s
                 if client.seconds(job.limit) < margin_s + LEAST_TRAINING_S:

@@ -212,6 +212,16 @@ def running(job_id: str) -> QueuedJob | None:
     return job if job is not None and job.is_started else None
 
 
+def is_requeued(job_id: str) -> bool:
+    """Whether SLURM starts the job of this process again, which no longer runs; False if it ends the job.
+
+    Raises:
+        SlurmError: as `call`.
+    """
+    shown = call("scontrol", "show", "job", job_id)
+    return f" Restarts={os.environ.get('SLURM_RESTART_COUNT', '0')} " not in shown
+
+
 def jobs(job_ids: Sequence[str]) -> list[QueuedJob | None]:
     """Return jobs for display, from the queue or else from accounting; None for a job that neither lists.
 

@@ -278,3 +278,20 @@ def test_a_companion_that_ends_with_its_job_has_not_failed(tmp_path: Path, monke
     agent = [sys.executable, "-c", SAVED + "sys.exit(75)", str(run.path)]
     Commands([], agent, [], {}, max_nodes=2, regrow=True, exclude=[], submit=[]).write(run)
     assert fill_in(run, 1, "7") == 0
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_job_that_slurm_ends_as_it_saves_has_stopped_unless_slurm_starts_it_again(
+    tmp_path: Path, restarts: int
+) -> None:
+    """Preemption with PreemptMode=CANCEL, and `scancel`: nobody was told of the end."""
+    say(tmp_path, "srun", "exec sleep 1")
+    say(tmp_path, "squeue", "echo '7|COMPLETING|None|N/A|node1|node1|7'")
+    say(tmp_path, "scontrol", f'[ "$*" = "show job 7" ] && echo "   Requeue=1 Restarts={restarts} BatchFlag=1"')
+    job = Watched(RunDir(tmp_path / "runs" / "a"))
+    judge = [sys.executable, "-c", SAVED, str(job.run.path)]
+    Commands(judge, ["true"], [], {}, max_nodes=1, regrow=False, exclude=[], submit=[]).write(job.run)
+    done = batch(tmp_path, job.run, {"SLURM_JOB_NODELIST": "node1", "SLURM_JOB_CPUS_PER_NODE": "2"})
+    ends = [(e["verdict"], e["decision"], e["reason"]) for e in job.events("attempt_ended")]
+    ended = ("preempted", "stop", "saved; SLURM ends the job: fsdp-jobs resume a continues it")
+    assert ends == [("preempted", "requeue", "saved"), *([] if restarts else [ended])], done.stderr
