@@ -210,9 +210,9 @@ class SharedStorage(Tier):
 
     def _refuse_to_begin_again(self) -> None:
         steps = [0, *(catalog.step_of(self.home / name) for name in self._doubted | self.skipped.keys())]
-        for event in events.newest_events(self.run):  # snapshots have none of their own
+        for event in events.newest_events(self.run):
             match event:
-                case events.Checkpoint() | events.Resumed():
+                case events.Checkpoint() | events.SnapshotsBegun() | events.Resumed():
                     steps.append(event.step)
                 case events.RoundBroken() | events.AttemptEnded():
                     steps.append(event.committed or 0)

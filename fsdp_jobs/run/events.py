@@ -270,6 +270,12 @@ class CheckpointOnNodes(Event, sentence="step {step} is on the nodes' disks afte
     seconds: float
 
 
+class SnapshotsBegun(Event, sentence="the nodes' memory holds the whole state of step {step}", style="blue"):
+    """The first snapshot of a round is complete; those after it are not recorded."""
+
+    step: int
+
+
 class CheckpointFailed(Event, sentence="{error}", style="red"):
     step: int
     error: str

@@ -18,6 +18,7 @@ KINDS = (
         "checkpoint_on_nodes",
         "checkpoint_failed",
         "checkpoint_skipped",
+        "snapshots_begun",
         "loss_spike",
         "stop_requested",
         "waiting",

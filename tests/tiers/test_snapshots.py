@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from fsdp_jobs.checkpoints import catalog
 from fsdp_jobs.checkpoints.checkpointer import Checkpointer
 from fsdp_jobs.checkpoints.tensors import local
+from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.config.schema import MemoryConfig
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.run.env import MEMORY_ENV, TERM_ENV
@@ -27,18 +28,18 @@ from fsdp_jobs.run.tail import read_json_lines
 from fsdp_jobs.tiers.memory import snapshots
 from fsdp_jobs.tiers.memory.rank import Tier
 from fsdp_jobs.tiers.memory.slots import COPIES, Slot, Snapshot, slots_in
-from tests.checkpoints.saving import fill, save_steps, trained, value_of
+from tests.checkpoints.saving import fill, run_to_the_end, save_steps, trained, value_of
 from tests.world import flip_byte, run_world
 
 pytestmark = pytest.mark.integration
 
 
-def _rank(folder: str, term: int, layout: Layout | None = None) -> Checkpointer:
+def _rank(folder: str, term: int, layout: Layout | None = None, **keys: Any) -> Checkpointer:
     """A rank with memory of its own, whose agent does nothing by itself."""
     memory = Path(folder) / f"memory-{dist.get_rank()}"
     (memory / COPIES).mkdir(parents=True, exist_ok=True)
     os.environ |= {MEMORY_ENV: str(memory), TERM_ENV: str(term), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    made = trained(folder, f"0-{term}", memory=MemoryConfig(1))
+    made = trained(folder, f"0-{term}", memory=MemoryConfig(1), **keys)
     if layout is not None:
         memory = _memory(made)
         memory.layout, memory._has_replica = layout, layout.replicas > 1
@@ -192,7 +193,7 @@ def test_one_that_is_not_finite_is_not(tmp_path: Path, value: float) -> None:
 
 def _begin_anew(folder: str) -> list[float]:
     torch.use_deterministic_algorithms(True)  # which fills memory that was not written with NaN
-    checkpoints = _rank(folder, 2)
+    checkpoints = _rank(folder, 2, restart_from_zero=True)
     assert checkpoints.restore() == 0
     held = [value for state in checkpoints.state.optimizer.state.values() for value in state.values()]
     found = [float(local(value).abs().max()) for value in held]
@@ -200,7 +201,28 @@ def _begin_anew(folder: str) -> list[float]:
     return found
 
 
-def test_a_job_that_begins_anew_because_its_only_snapshot_is_not_finite_has_a_new_optimizer(tmp_path: Path) -> None:
+def _is_refused(folder: str) -> None:
+    checkpoints = _rank(folder, 2)
+    if dist.get_rank():
+        with pytest.raises(RuntimeError):  # rank 0 has gone
+            checkpoints.restore()
+    else:
+        with pytest.raises(JobFailed, match=r"this run had a checkpoint of step 5.*restart_from_zero=true"):
+            checkpoints.restore()
+        (Path(folder) / "refused").touch()
+    os._exit(0)
+
+
+def test_a_job_whose_only_state_was_lost_with_all_its_nodes_does_not_begin_again_unasked(tmp_path: Path) -> None:
+    """No process was left to record which snapshots there were."""
+    run_world(2, _leave, str(tmp_path), None, None, ())
+    for memory in tmp_path.glob("memory-*"):
+        shutil.rmtree(memory)
+    run_to_the_end(2, _is_refused, str(tmp_path))
+    assert (tmp_path / "refused").exists()
+
+
+def test_a_job_that_begins_anew_because_no_snapshot_is_finite_has_a_new_optimizer(tmp_path: Path) -> None:
     run_world(2, _leave, str(tmp_path), None, float("nan"), ())
     for found in run_world(2, _begin_anew, str(tmp_path)):
         assert not any(found)

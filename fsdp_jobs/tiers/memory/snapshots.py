@@ -28,6 +28,7 @@ from fsdp_jobs.checkpoints.state import RANDOM
 from fsdp_jobs.checkpoints.tensors import CHANGED, Unchanged, is_as_planned, local
 from fsdp_jobs.checkpoints.tiers import SnapshotTier
 from fsdp_jobs.config.keys import AUTO
+from fsdp_jobs.run import events
 from fsdp_jobs.run.agreement import known_here
 from fsdp_jobs.run.env import MEMORY_ENV, TERM_ENV
 from fsdp_jobs.run.table import listed
@@ -49,6 +50,7 @@ class Snapshots(SnapshotTier):
     def __init__(self, checkpoints: Checkpointer, folder: Path):
         """`folder` is the node's."""
         self.folder, self.run, self.ranks = folder, checkpoints.run, checkpoints.ranks
+        self._attempt = checkpoints.attempt
         self.layout, self.state, self.tell = checkpoints.layout, checkpoints.state, checkpoints.tell_failed
         self.every_steps = checkpoints.config.memory.every_steps
         self.log_every_steps = checkpoints.job.log_every_steps
@@ -128,6 +130,8 @@ class Snapshots(SnapshotTier):
             if self._snapshots and self.leads:
                 forget_before(self.folder, self.term)  # every node has a snapshot of this round
             self._number = 1 - self._number
+            if self.step < 0 <= self._snapshot_step and self.ranks.rank == 0:
+                events.record(self.run, self._attempt, events.SnapshotsBegun(self._snapshot_step))
             self.step = self._snapshot_step
         tensors, objects = self.state.to_save()
         slot = self._newest = self._slot(self._number)
