@@ -25,6 +25,7 @@ _KUEUE = "kueue.x-k8s.io"
 _OVER_QUOTA = re.compile(r"exceeded quota: .*?, requested: (?P<requested>.*), used: .*, limited: (?P<limited>\S*)")
 _OWN_POLICY = "fsdp-jobs"  # deploy/kubernetes/network-policy.yaml
 _QUANTITY = re.compile(r"\d+(\.\d+)?([numkMGTPE]|[KMGTPE]i|[eE]\d+)?")
+_FEW_BYTES = re.compile(r"[1-9]\d{0,5}m?")
 _NEEDED = {  # verb -> resources, of the core API
     "create": ("services", "configmaps", "secrets"),
     "get": ("persistentvolumeclaims", "pods/log"),
@@ -125,6 +126,8 @@ def wrong_keys(config: JobConfig) -> Iterator[Problem]:
     for key in ("cpus", "memory", "shm"):
         if not _QUANTITY.fullmatch(value := getattr(cluster, key) or "0"):
             yield Problem(f"cluster.{key}={value}", "is not a quantity of Kubernetes", "500m, 16Gi")
+        elif key != "cpus" and _FEW_BYTES.fullmatch(value):
+            yield Problem(f"cluster.{key}={value}", "is less than 1 MB: without a unit it is in bytes", "16Gi, 512Mi")
     for variable, reference in cluster.secret_env.items():
         if reference.count("/") != 1:
             what = "not the key of a secret (secret/key)"

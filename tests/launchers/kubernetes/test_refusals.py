@@ -150,6 +150,11 @@ CASES: dict[str, tuple[Callable[[SimulatedApi], Any], list[str], list[str]]] = {
         ["cluster.shm=2GB", "cluster.cpus=many", "cluster.memory=1000G"],
         ["cluster.shm=2GB: is not a quantity", "cluster.cpus=many: is not", "-> 500m, 16Gi"],
     ),
+    "bytes": (
+        lambda _: None,
+        ["cluster.memory=80", "cluster.shm=512m"],
+        ["cluster.memory=80: is less than 1 MB", "cluster.shm=512m: is less", "-> 16Gi, 512Mi"],
+    ),
     "an administrator's rule": (
         _refuse("Pod", 'admission webhook "policy.example" denied the request: images come from registry.example'),
         [],
