@@ -132,6 +132,7 @@ def test_nothing_is_known_of_a_programs_model_unless_one_is_named() -> None:
 def test_a_run_goes_on_with_the_program_it_began_with(folder: Path) -> None:
     run = RunDir(folder / "runs" / "r")
     write_atomic(run.config, dump_config(compose_job(["script=train.py", "script_args=--lr 1", "steps=7"])))
+    run.attempt(0).mkdir(parents=True)
     assert load_config(run.config).model.kind == "none"
     check_existing_run(compose_job(["script=train.py", "script_args=--lr 1", "steps=9", "nodes=4"]), run)
     with pytest.raises(BadInput, match="script_args=--lr 2: run r was trained with --lr 1"):
