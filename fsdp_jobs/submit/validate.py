@@ -75,7 +75,7 @@ def check_existing_run(config: JobConfig, run: RunDir) -> None:
     if newest is not None and not config.is_program and config.steps < (done := step_of(newest)):
         what = f"run {run.name} is at step {done} already"
         raise BadInput.at(f"steps={config.steps}", what, f"steps above {done}")
-    has_trained = newest is not None or not _has_never_trained(run)
+    has_trained = newest is not None or _has_trained(run)
     if has_trained and (problems := training_changes(config, run)):
         raise BadInput(problems)
 
@@ -97,12 +97,12 @@ def training_changes(config: JobConfig, run: RunDir) -> list[Problem]:
     return problems
 
 
-def _has_never_trained(run: RunDir) -> bool:
-    """Whether no attempt of a run has begun, or it ended by an error of its own before any step that is known."""
+def _has_trained(run: RunDir) -> bool:
+    """Whether an attempt has begun, unless the run ended by an error of its own before any step that is known."""
     if run.last_attempt() < 0:
-        return True
+        return False
     verdict = Verdict.final(run)
-    return verdict is not None and verdict.verdict == "user_error" and not any(newest_json_lines(run.metrics))
+    return verdict is None or verdict.verdict != "user_error" or any(newest_json_lines(run.metrics))
 
 
 def _sharding_problems(config: JobConfig) -> Iterator[Problem]:

@@ -284,7 +284,7 @@ def test_a_companion_that_ends_with_its_job_has_not_failed(tmp_path: Path, monke
 def test_a_job_that_slurm_ends_as_it_saves_has_stopped_unless_slurm_starts_it_again(
     tmp_path: Path, restarts: int
 ) -> None:
-    """Preemption with PreemptMode=CANCEL, and `scancel`: nobody was told of the end."""
+    """Preemption with PreemptMode=CANCEL, and `scancel`: no notification said so."""
     say(tmp_path, "srun", "exec sleep 1")
     say(tmp_path, "squeue", "echo '7|COMPLETING|None|N/A|node1|node1|7'")
     say(tmp_path, "scontrol", f'[ "$*" = "show job 7" ] && echo "   Requeue=1 Restarts={restarts} BatchFlag=1"')
