@@ -36,6 +36,7 @@ def start(preload: list[str]) -> None:
     Ranks do not get environment variables that are set later.
     """
     multiprocessing.resource_tracker.ensure_running()  # a separate interpreter, which outlives this process
+    multiprocessing.set_forkserver_preload([])  # the agent's module is there; by default its arguments follow the code
     multiprocessing.util.spawnv_passfds = partial(_fork, preload)
     try:
         multiprocessing.forkserver.ensure_running()

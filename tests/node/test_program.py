@@ -336,7 +336,7 @@ class Samples(Dataset):
             os.kill(os.getpid(), signal.SIGKILL)
         return torch.zeros(1)
 
-for batch in DataLoader(Samples(), batch_size=2, num_workers=2):
+for batch in DataLoader(Samples(), batch_size=2, num_workers=2, multiprocessing_context="fork"):
     pass
 """
 
