@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import inspect
 import json
@@ -12,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from hydra.utils import get_method
@@ -20,7 +21,7 @@ from hydra.utils import get_method
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.schema import DataConfig
 from fsdp_jobs.hub.huggingface import transformers
-from fsdp_jobs.run.directory import lock, replacing
+from fsdp_jobs.run.directory import lock, replacing, user_name
 
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges*", "special_tokens*", "*.model")
 _AT_ONCE = 1 << 20  # tokens that are written at once
@@ -81,22 +82,42 @@ def cached(data: DataConfig, identity: list[Any], documents: Iterable[list[int]]
     """Return the file with the tokens of all documents; one process per machine writes it, others wait.
 
     Raises:
-        BadInput: an id is not below `data.vocab_size`.
+        BadInput: an id is not below `data.vocab_size`; or this user may not use the folder as it is.
     """
     folder = cache_dir(data)
-    folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps([identity, data.vocab_size], default=str)
     file = folder / f"{hashlib.blake2b(text.encode(), digest_size=12).hexdigest()}.bin"
-    if file.exists():
-        return file
-    with (folder / f"{file.name}.lock").open("w") as turn:
-        lock(turn)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
         if not file.exists():
-            _remove_unfinished(folder)
-            print(f"tokenizing {data.path} into {file}, once", flush=True)
-            with replacing(file) as part:
-                _write(part, data, documents)
+            with _lock_of(file) as turn:
+                lock(turn)
+                if not file.exists():
+                    _remove_unfinished(folder)
+                    print(f"tokenizing {data.path} into {file}, once", flush=True)
+                    with replacing(file) as part:
+                        _write(part, data, documents)
+        file.open("rb").close()
+    except OSError as e:
+        named = Path(str(e.filename))
+        is_of_cache = named.parent == folder or folder.is_relative_to(named)
+        if not is_of_cache or e.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        what = f"{named} cannot be used by {user_name()}: {e.strerror}"
+        cure = f"another folder, or one that its owner shares with your group: chmod -R g+rwX {folder}"
+        raise BadInput.at(f"data.cache_dir={folder}", what, cure) from e
     return file
+
+
+def _lock_of(file: Path) -> IO[str]:
+    """Open the lock file of a file; that of another user, who may have been killed, is only to be read."""
+    path = file.with_name(f"{file.name}.lock")
+    try:
+        return path.open("a")
+    except PermissionError:
+        if not path.exists():
+            raise
+        return path.open()
 
 
 def _remove_unfinished(folder: Path) -> None:

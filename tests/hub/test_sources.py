@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -134,6 +136,34 @@ def test_a_full_cache_is_named_and_what_a_killed_process_left_there_is_removed(s
     os.utime(left, (0, 0))
     assert cached(data, ["short"], [[7] * 10]).stat().st_size == 20
     assert not left.exists() and growing.exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become another user")
+def test_a_cache_of_several_users_serves_them_or_says_what_to_do() -> None:
+    from fsdp_jobs.hub.tokenize import cached
+
+    with TemporaryDirectory() as name:  # pytest's own folders are closed to others
+        cache, tokens = Path(name, "cache"), [[7] * 10]
+        cache.mkdir()
+        Path(name).chmod(0o755)
+        data = DataConfig(kind="text", cache_dir=str(cache), vocab_size=256)
+        shared, killed, closed = (cached(data, [kind], tokens) for kind in ("shared", "killed", "closed"))
+        killed.unlink()
+        closed.chmod(0o600)  # its owner's umask
+        cure = re.escape(f"-> another folder, or one that its owner shares with your group: chmod -R g+rwX {cache}")
+        for mode in (0o777, 0o755):
+            cache.chmod(mode)
+            os.seteuid(65534)
+            try:
+                assert cached(data, ["shared"], ()) == shared
+                assert cached(data, ["killed"], tokens).stat().st_size == 20, "the lock file of a killed user is there"
+                with pytest.raises(BadInput, match=f"{closed} cannot be used by .*: Permission denied\n *{cure}"):
+                    cached(data, ["closed"], ())
+                if mode == 0o755:
+                    with pytest.raises(BadInput, match=cure):
+                        cached(data, ["new"], tokens)
+            finally:
+                os.seteuid(0)
 
 
 def test_tokens_are_made_once_and_again_when_what_they_come_from_changes(
