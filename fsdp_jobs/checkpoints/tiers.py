@@ -212,12 +212,14 @@ class SharedStorage(Tier):
         steps = [0, *(catalog.step_of(self.home / name) for name in self._doubted | self.skipped.keys())]
         for event in events.newest_events(self.run):
             match event:
-                case events.Checkpoint() | events.SnapshotsBegun() | events.Resumed():
+                case events.Checkpoint() | events.CheckpointOnNodes() | events.SnapshotsBegun() | events.Resumed():
                     steps.append(event.step)
                 case events.RoundBroken() | events.AttemptEnded():
                     steps.append(event.committed or 0)
         if max(steps) > 0:
+            on_disks = [f.name for f in catalog.find_on_nodes(self.home, ()) if f.name not in self.skipped]
             reasons = [f"{name}: {'; '.join(faults)}" for name, faults in self.skipped.items()]
+            reasons += [f"{name}: its shards are on the nodes' disks, in checkpoint.local_dir" for name in on_disks]
             found = reasons or sorted(f.name for f in self.home.glob("step-*")) or ["nothing"]
             raise JobFailed(
                 f"this run had a checkpoint of step {max(steps)}, and none that can be used is in {self.home} "

@@ -18,6 +18,7 @@ from fsdp_jobs.checkpoints import disk as local_disks
 from fsdp_jobs.checkpoints.blocks import SummedFile
 from fsdp_jobs.checkpoints.catalog import MANIFEST, SHARDS, find_checkpoints, find_on_nodes, step_of
 from fsdp_jobs.checkpoints.checkpointer import Checkpointer
+from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.run.directory import RunDir
 from tests.checkpoints.saving import fill, save_steps, trained, value_of
 from tests.world import events_of, run_world
@@ -201,10 +202,10 @@ def test_a_cut_list_of_shards_costs_that_step_alone(tmp_path: Path) -> None:
     assert before.exists()
 
 
-def _cut_off(folder: str) -> None:
+def _cut_off(folder: str, *copied: int) -> None:
     """The job ends while its last step is being copied."""
     checkpoints = _of_rank(folder, "0-0")
-    save_steps(checkpoints, 2)
+    save_steps(checkpoints, *copied)
     assert checkpoints.disks is not None
     checkpoints.disks.upload = lambda request: None  # type: ignore[method-assign]
     fill(checkpoints, 4.0)
@@ -220,7 +221,7 @@ def _ends_at_once(folder: str) -> int:
 
 
 def test_a_last_step_that_was_not_copied_is_copied_by_the_next_resume(tmp_path: Path) -> None:
-    run_world(2, _cut_off, str(tmp_path))
+    run_world(2, _cut_off, str(tmp_path), 2)
     committed = find_checkpoints(RunDir(tmp_path).checkpoints)
     assert [step_of(f) for f in committed] == [2]
     assert [step_of(f) for f in find_on_nodes(RunDir(tmp_path).checkpoints, committed)] == [4]
@@ -229,3 +230,19 @@ def test_a_last_step_that_was_not_copied_is_copied_by_the_next_resume(tmp_path: 
     for node in range(2):
         shutil.rmtree(tmp_path / f"node-{node}")
     assert run_world(2, _resumed, str(tmp_path)) == [(4, 4.0), (4, 4.0)]
+
+
+def _resumed_without_disks(folder: str) -> str:
+    with pytest.raises(JobFailed) as refused:
+        trained(folder, "0-1").restore()
+    return str(refused.value)
+
+
+def test_a_job_whose_only_steps_are_on_disks_that_a_resume_does_not_use_begins_again_only_when_told_so(
+    tmp_path: Path,
+) -> None:
+    run_world(1, _cut_off, str(tmp_path))
+    (refused,) = run_world(1, _resumed_without_disks, str(tmp_path))
+    assert "this run had a checkpoint of step 4" in refused, refused
+    assert "step-00000004.0-0-1.tmp: its shards are on the nodes' disks, in checkpoint.local_dir" in refused, refused
+    assert run_world(1, _resumed, str(tmp_path)) == [(4, 4.0)]
