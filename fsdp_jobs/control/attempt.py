@@ -18,6 +18,7 @@ from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.failure import Failure
 from fsdp_jobs.run.leaves import guards_in
 from fsdp_jobs.run.rank_state import Request
+from fsdp_jobs.run.table import counted
 from fsdp_jobs.run.tail import last_lines
 from fsdp_jobs.run.verdict import Verdict
 
@@ -273,15 +274,30 @@ class Attempt:
 
     def _preempted(self) -> Verdict:
         decision = "stop" if self.run.stop_request.exists() else "requeue"
-        if self.committed >= 0:
-            saved = f"saved at step {self.committed}"
+        committed = self.committed
+        if decision == "stop" and self.config.checkpoint.memory.every_steps:  # the snapshots end with the job
+            committed = min(committed, self._newest_on_disk())
+        if committed >= 0:
+            saved = f"saved at step {committed}"
+            if committed < self.step:
+                saved += f", {counted(self.step - committed, 'step')} before the last"
         elif self.config.is_program and self.round.size and not self.round.has_reports:
             saved = "the program received SIGTERM"
             if decision == "requeue":
                 saved += "; it begins again at what it has saved by itself, or at zero: job.checkpointer saves for it"
+        elif self.config.is_program and self.round.has_reports and not self.round.saves:
+            saved = "job.checkpointer has saved nothing"
         else:
             saved = "nothing was saved yet"
         return Verdict("preempted", decision, f"{self.stop_reason}; {saved}")
+
+    def _newest_on_disk(self) -> int:
+        """Return the step of the newest checkpoint in the records that is not in memory; -1 for none."""
+        for event in events.newest_events(self.run):
+            match event:
+                case events.Checkpoint() | events.Resumed(place="storage" | "local_dir"):
+                    return event.step
+        return -1
 
     def close(self, verdict: Verdict, now: float) -> None:
         if self.is_superseded:

@@ -14,8 +14,8 @@ import pytest
 from fsdp_jobs.control import fencing, placement
 from fsdp_jobs.control.placement import ConnectedAgent
 from fsdp_jobs.plan.layout import partners
-from fsdp_jobs.run import messages, verdict
-from fsdp_jobs.run.rank_state import Phase, Request
+from fsdp_jobs.run import events, messages, verdict
+from fsdp_jobs.run.rank_state import SAVES_NOTHING, Phase, Request
 from tests.control.cluster import PROGRAM, SILENCE, Cluster, fails, failure
 
 
@@ -270,6 +270,32 @@ def test_a_program_that_says_nothing_leaves_node_by_node(tmp_path: Path) -> None
     assert (cluster.verdict.verdict, cluster.verdict.decision) == ("preempted", "requeue")
     assert "it begins again at what it has saved by itself, or at zero" in cluster.verdict.reason
     assert "job.checkpointer" in cluster.verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("keys", "committed", "said"),
+    [
+        ((), 9, "cancelled; saved at step 9"),
+        ((), 5, "cancelled; saved at step 5, 4 steps before the last"),
+        (("checkpoint.memory.every_steps=1",), 8, "cancelled; saved at step 5, 4 steps before the last"),
+        (PROGRAM, SAVES_NOTHING, "cancelled; job.checkpointer has saved nothing"),
+    ],
+    ids=["saved", "the last save failed", "snapshots end with the job", "a program that saves by itself"],
+)
+def test_a_cancelled_job_says_which_step_its_resume_begins_with(
+    tmp_path: Path, keys: tuple[str, ...], committed: int, said: str
+) -> None:
+    cluster = Cluster(tmp_path, "nodes=1", *keys)
+    a = cluster.join(0)
+    cluster.later(1, a, **SILENCE)
+    events.record(cluster.run, 0, events.Checkpoint(5))
+    cluster.later(1, a, step=9, committed=committed)
+    cluster.run.stop_request.write_text("cancelled")
+    cluster.later(1, a, step=9, committed=committed)
+    cluster.ready(a, failure(0, 0, exit_code=75, step=9))
+    cluster.later(3, a)
+    assert cluster.verdict is not None
+    assert (cluster.verdict.verdict, cluster.verdict.reason) == ("preempted", said)
 
 
 def test_agents_whose_ranks_had_finished_tell_a_new_coordinator(tmp_path: Path) -> None:
