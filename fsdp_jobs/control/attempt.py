@@ -50,6 +50,7 @@ class Round:
     has_met: bool = False  # its nodes know where its ranks meet
     is_adopted: bool = False  # it began under an earlier coordinator
     has_reports: bool = False  # some rank has reported a step
+    has_trained: bool = False  # some rank has done one after it was restored
     saves: bool = False  # some rank can save checkpoints
     has_gaps: bool = False  # ranks of some node have ended, so the others cannot complete a step
     has_cuts: bool = False  # a node was lost because its machine could not be reached

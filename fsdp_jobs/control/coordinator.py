@@ -120,6 +120,9 @@ class Coordinator(Attempt):
         agent.beat = beat
         self._answer(agent, beat.at, now)
         for report, _ in beat.ranks:
+            trains = agent.in_round and report.step >= 0 and report.phase != Phase.STARTING
+            if trains and not current.has_trained:  # maybe from an older checkpoint than the newest on record
+                current.has_trained, self.step, self.committed = True, 0, -1
             self.step, self.committed = max(self.step, report.step), max(self.committed, report.committed)
             if agent.in_round:
                 current.has_reports |= report.step >= 0

@@ -12,6 +12,7 @@ import pytest
 
 from fsdp_jobs.control.failures import Machines
 from fsdp_jobs.run import events, messages
+from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.failure import summary
 from fsdp_jobs.run.rank_state import Phase, Request
 from tests.control.cluster import PROGRAM, SILENCE, Cluster, fails, failure
@@ -471,3 +472,20 @@ def test_an_exclusion_is_forgotten_once_a_round_has_begun_without_the_machine(tm
     cluster.ready(members[0])
     cluster.later(70, members[0])
     assert cluster.verdict is None, "a replacement has as long as any"
+
+
+def test_a_run_that_went_back_behind_its_newest_checkpoint_makes_progress_from_there(tmp_path: Path) -> None:
+    """That one was damaged, or the run was allowed to begin again."""
+    run = RunDir(tmp_path / "run")
+    run.attempt(0).mkdir(parents=True)
+    events.record(run, 0, events.Checkpoint(300))
+    cluster = Cluster(tmp_path, "nodes=1", "elastic.max_failures_without_progress=1")
+    a = cluster.join(0)
+    for step in (50, 100, 150):
+        cluster.later(3, a, step=step - 50, committed=step - 50, phase=Phase.STARTING)
+        cluster.later(1, a, step=step + 5, committed=step)
+        fails(cluster, [a], 0)
+        cluster.later(2, a)
+    assert cluster.verdict is None, "each round has saved"
+    broken = [(e["step"], e["committed"]) for e in cluster.events("round_broken")]
+    assert broken == [(55, 50), (105, 100), (155, 150)]

@@ -16,6 +16,7 @@ from fsdp_jobs.guards.replicas.messages import Ask, Compared, Digests, Limits, T
 from fsdp_jobs.run import events, messages
 from fsdp_jobs.run.agreement import NO_LIMIT, digest
 from fsdp_jobs.run.directory import write_atomic
+from fsdp_jobs.run.rank_state import Phase
 from tests.control.cluster import Cluster
 
 TENSORS = ("model.a", "model.b", "optim.state.a.exp_avg")
@@ -60,7 +61,7 @@ class Replicas(Cluster):
         """The round was broken, and the next one forms; returns what its agents are told."""
         for member in self.members:
             self.ready(member)
-        self.later(3, *self.members, step=1)
+        self.later(3, *self.members, step=1, phase=Phase.STARTING)
         return self.limits()
 
     def limits(self) -> Limits:
