@@ -56,6 +56,7 @@ def _fork(preload: list[str], _executable: str, arguments: Sequence[str], descri
         set_title("fork server")
         die_with_parent()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent to all processes of a node as a request to save
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # it waits until a rank that was forked handles it
         signal.signal(signal.SIGINT, signal.default_int_handler)  # ranks do not inherit the agent's handlers
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
         if os.getppid() == agent:  # else it died before `die_with_parent`

@@ -47,6 +47,7 @@ def enter() -> None:
         os._exit(1)  # the parent died before `die_with_parent`
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # the fork server blocks it
     log = Path(os.environ[LOG_ENV])
     log.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(log, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 
 from fsdp_jobs.run import folders
+from fsdp_jobs.run.env import LOG_ENV
 from tests.jobs import signal_all
 
 PROGRAM = """
@@ -62,6 +63,36 @@ def test_a_rank_starts_processes_of_every_kind_and_dies_with_its_agent(tmp_path:
         finally:
             agent.send_signal(signal.SIGKILL)
         assert psutil.wait_procs([server, rank], timeout=30)[1] == []
+
+
+SIGNALLED = """
+import multiprocessing, os, signal, time
+from fsdp_jobs.node import forkserver, worker
+
+def rank(begun):
+    begun.set()
+    time.sleep(1)  # on a busy node
+    worker.enter()
+    time.sleep(60)
+
+if __name__ == "__main__":
+    forkserver.start([])
+    context = multiprocessing.get_context("forkserver")
+    begun = context.Event()
+    process = context.Process(target=rank, args=(begun,))
+    process.start()
+    begun.wait()
+    os.kill(process.pid, signal.SIGTERM)
+    process.join(30)
+    print(process.exitcode)
+"""
+
+
+def test_a_request_to_stop_reaches_a_rank_that_has_just_been_forked(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(SIGNALLED)
+    environment = {"FSDP_JOBS_RUN_DIR": "/runs/demo", "PYTHONPATH": ":".join(sys.path), LOG_ENV: f"{tmp_path}/log"}
+    done = subprocess.run([sys.executable, str(tmp_path / "agent.py")], capture_output=True, text=True, env=environment)
+    assert done.stdout == f"{-signal.SIGTERM}\n", done.stderr
 
 
 KILLED = """
