@@ -18,7 +18,7 @@ from fsdp_jobs.config import habits
 from fsdp_jobs.config.errors import BadInput, JobFailed, name_file, nearest
 from fsdp_jobs.config.groups import groups, summary
 from fsdp_jobs.config.terminal import complain, console, errors, say
-from fsdp_jobs.run.env import TRACEBACK_ENV
+from fsdp_jobs.run.env import RANK_STATE_ENV, TRACEBACK_ENV
 from fsdp_jobs.run.table import counted
 from fsdp_jobs.run.verdict import EXIT_FAILED
 
@@ -85,6 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0; 1 when a job failed; 2 for bad input; 75 when a job was stopped to be requeued; 130 after Ctrl-C.
     """
+    os.environ.pop(RANK_STATE_ENV, None)  # a job that a rank submits is another
     args = list(sys.argv[1:] if argv is None else argv)
     if args[:1] == ["help"]:
         args = [*args[1:], "--help"]

@@ -28,8 +28,9 @@ OF_A_JOB = {  # options that do not apply to a companion, a job of one more node
     *("array", "begin", "comment", "deadline", "dependency", "error", "exclude", "export", "gpus", "hold", "job-name"),
     *("licenses", "nodelist", "nodes", "ntasks", "ntasks-per-node", "output", "requeue", "signal", "switches"),
 }
-# They would turn one job into several, wait for its end, or move what its script says on stderr out of its output.
-_NEVER = {"SBATCH_ARRAY_INX", "SBATCH_WAIT", "SBATCH_ERROR"}
+# They would turn one job into several, wait for its end, move what its script says on stderr out of its output, or
+# fail it for want of a file to read.
+_NEVER = {"SBATCH_ARRAY_INX", "SBATCH_WAIT", "SBATCH_ERROR", "SBATCH_INPUT"}
 _OF_A_CLUSTER = {"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT", "SLURM_SACK_SOCKET"}  # how commands reach it
 _PARTITIONS = ("scontrol", "--all", "show", "partition")
 _TIMEOUT_S = 60.0  # of a command
@@ -56,7 +57,7 @@ class SlurmError(JobFailed):
 
 def _is_srun_s(name: str) -> bool:
     """Whether srun may take a variable for an option, or it describes the job that this process is in."""
-    return name.startswith("SLURM_") and name not in _OF_A_CLUSTER
+    return name.startswith(("SLURM_", "SRUN_")) and name not in _OF_A_CLUSTER
 
 
 def variable(option: str) -> str:

@@ -74,7 +74,7 @@ def problems_here(job: Job) -> Iterator[Problem]:
         return
     here = client.settings()["ClusterName"]
     for name in ("SLURM_CLUSTERS", "SBATCH_CLUSTERS"):
-        if (elsewhere := os.environ.get(name, here)) != here:
+        if (elsewhere := os.environ.get(name) or here) != here:
             what = f"jobs go to {here}, the cluster of this machine"
             yield Problem(f"{name}={elsewhere}", what, _NOT_EXTRA["--clusters"])
 

@@ -314,8 +314,9 @@ def test_topology_of_newer_sites_and_greetings_of_wrappers_are_read(slurm: Path)
 
 
 def test_no_variable_of_a_user_makes_one_job_several_or_lets_its_submission_wait_for_its_end() -> None:
-    """Nor moves what the job's script says on stderr out of the file that explains failures, nor limits its steps."""
+    """Nor moves what the job's script says out of the file that explains failures, nor limits or feeds its steps."""
     user = {"SBATCH_WAIT": "1", "SBATCH_ARRAY_INX": "0-3", "SBATCH_TIMELIMIT": "60", "SBATCH_PARTITION": "long"}
+    user |= {"SBATCH_INPUT": "my.in", "SRUN_CPUS_PER_TASK": "64"}
     user |= {"SBATCH_ERROR": "my.err", "SLURM_TIMELIMIT": "9", "SLURM_EXCLUSIVE": "", "SLURM_CONF": "/etc/slurm.conf"}
     kept = client.own_environment(user, "#!/bin/bash\n#SBATCH --time=30\n")
     assert kept == {"SBATCH_PARTITION": "long", "SLURM_CONF": "/etc/slurm.conf"}

@@ -245,8 +245,9 @@ def test_a_run_directory_that_only_this_machine_has_is_named(lab: Lab, tmp_path:
 
 
 def test_what_users_environments_and_copies_do_not_do_to_a_job(lab: Lab, tmp_path: Path) -> None:
-    """Submitted from inside a task of another array, with options and filters set, and its directory is copied."""
-    outer = {"SLURM_JOB_ID": "76", "SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "1", "SLURM_MEM_PER_CPU": "100"}
+    """Submitted by a rank inside a task of another array, with options and filters set; its directory is copied."""
+    outer = {"FSDP_JOBS_RANK_STATE": "/dev/shm/of-the-outer-job", "SLURM_CLUSTERS": "", "SRUN_CPUS_PER_TASK": "64"}
+    outer |= {"SLURM_JOB_ID": "76", "SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "1", "SLURM_MEM_PER_CPU": "100"}
     filters = {"SQUEUE_PARTITION": "urgent", "SQUEUE_STATES": "CD", "SQUEUE_NAMES": "x", "SINFO_PARTITION": "urgent"}
     own = {"SBATCH_NO_REQUEUE": "1", "SBATCH_SIGNAL": "B:USR2@5", "SBATCH_OUTPUT": "/dev/null", "SBATCH_JOB_NAME": "my"}
     os.environ |= {**outer, **filters, **own}
