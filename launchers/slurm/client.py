@@ -117,7 +117,8 @@ def call(*argv: str, stdin: str = "", env: Mapping[str, str] | None = None, time
     except OSError as e:
         raise SlurmError(f"{argv[0]} may not be used here: {e.strerror}") from e
     except subprocess.TimeoutExpired as e:
-        raise SlurmError(f"{argv[0]} did not answer within {timeout_s:.0f} s: the controller is away, or busy") from e
+        what = f"{argv[0]} did not answer within {timeout_s:.0f} s: the controller is away, or busy"
+        raise SlurmError(": ".join([what, *(e.stderr or b"").decode(errors="replace").splitlines()[-1:]])) from e
     if "establish a configuration source" in done.stderr:
         raise SlurmError(f"{argv[0]} finds no cluster from this machine: go to a login node, or set SLURM_CONF")
     if done.returncode:

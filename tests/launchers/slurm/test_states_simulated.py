@@ -242,6 +242,9 @@ def test_a_look_at_a_controller_that_is_away_is_short(slurm: Path, monkeypatch: 
     assert time.monotonic() - began < 10
     assert job.state is State.SILENT
     assert "scontrol did not answer within 0 s: the controller is away, or busy" in job.message
+    say(slurm, "scontrol", "echo 'scontrol: cannot stat file /old/slurm.conf, retrying' >&2; exec sleep 30")
+    with pytest.raises(client.SlurmError, match=r"busy: scontrol: cannot stat file /old/slurm\.conf"):
+        client.call("scontrol", timeout_s=0.5)
 
 
 def test_a_dry_run_of_many_jobs_asks_a_controller_that_does_not_answer_once(
