@@ -28,6 +28,7 @@ from fsdp_jobs.run.directory import as_written, user_name
 _IN_MEMORY = ("tmpfs", "ramfs")  # file systems that no other machine can mount
 _ABOUT_NODES = ("node configuration", "nodes are busy", "node not available", "nodes required")
 _ABOUT_TIME = ("invalid time specified", "not usable now", "reservation is in use", "maintenance reservation")
+_IS_FULL = "Resource temporarily unavailable"  # sbatch's word for a controller that can hold no more jobs now
 _NO_REASON = "Unspecified error"  # follows the reason, if the site's own checks refuse the job
 _LIMITS = "sacctmgr show assoc user=$USER and sacctmgr show qos list the limits"
 _NOT_EXTRA = {  # options of sbatch -> what to use instead
@@ -110,6 +111,9 @@ def check_with_slurm(job: Job, script: str, margin_s: int, count: int) -> list[P
     except client.SlurmError as e:
         if found := re.search(r"\w*(Max|Grp)Submit\w*", str(e)):
             return [_too_many(count, found[0])]
+        if _IS_FULL in str(e):
+            most = client.settings()["MaxJobCount"]
+            return [_too_many(count, f"{_IS_FULL}, it holds {most} jobs of all users (MaxJobCount)")]
         has_to_wait = (*_ABOUT_TIME, *(_ABOUT_NODES if any(_can_hold(p, job) for p in partitions) else ()))
         if not any(words in str(e).lower() for words in has_to_wait):
             return [_translate(job.config, partitions[0], str(e))]

@@ -264,3 +264,7 @@ def test_a_size_or_number_of_jobs_that_is_never_allowed_is_refused(site: Site) -
         assert ("a job of partition long has 2-3 nodes" in site.refuses(job[0], f"nodes={nodes}")) is waits, nodes
     site.say("sbatch", "echo 'allocation failure: QOSGrpSubmitJobsLimit' >&2; exit 1")
     assert "this job: more than SLURM takes: QOSGrpSubmitJobsLimit" in site.refuses(job[0], "nodes=2")
+    site.config({**CONFIG, "MaxJobCount": "10000"})
+    site.say("sbatch", "echo 'allocation failure: Resource temporarily unavailable' >&2; exit 1")
+    said = "this job: more than SLURM takes: Resource temporarily unavailable, it holds 10000 jobs of all users"
+    assert said in site.refuses(job[0], "nodes=2")
