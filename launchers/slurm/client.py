@@ -165,18 +165,20 @@ class QueuedJob:
     record: str = ""  # the controller's number of the job; for an array's last task the array's, which means all tasks
     limit: str = ""  # of its time
     name: str = ""
-    comment: str = ""
+    comment: str = ""  # from squeue with the path of its script
 
     @property
     def tag(self) -> str:
         """The tag that our script wrote into the job's comment; empty for a job that is not ours."""
-        found = re.search(r"fsdp_jobs:(\S+)", self.comment)
+        found = re.search(r"fsdp_jobs:([\w.-]+)", self.comment)
         return found[1] if found else ""
 
     def is_of(self, run: RunDir) -> bool:
         """Whether this job is the run's newest submission: a cluster that is set up anew reuses ids."""
         if self.tag:
             return self.tag.partition(".")[0] == run.submission
+        if any(part in self.comment for part in (f"/{run.name}/submit/slurm/", f"/slurm/{run.submission}/")):
+            return True  # a site's plugin may write a name and a comment of its own
         return not self.name or f"{run.name}-".startswith(f"{self.name}-")  # an array has its sweep's name
 
     @property
@@ -199,7 +201,7 @@ def queue(fresh: bool = False, timeout_s: float = _TIMEOUT_S) -> dict[str, Queue
     Raises:
         SlurmError: there is no squeue, or no controller.
     """
-    argv = ("squeue", "--me", "--states=all", "--array", "--noheader", "--format=%i|%T|%r|%S|%N|%B|%A|%l|%j|%k")
+    argv = ("squeue", "--me", "--states=all", "--array", "--noheader", "--format=%i|%T|%r|%S|%N|%B|%A|%l|%j|%k|%o")
     text = recent(*argv, max_age_s=0.0 if fresh else _QUEUE_AGE_S, timeout_s=timeout_s)
     return {fields[0]: QueuedJob(*fields) for line in text.splitlines() if len(fields := line.split("|", 9)) >= 7}
 

@@ -70,7 +70,7 @@ class Companions:
             name = f"{self.run.name}-{self.commands.job_id}-node-{node}"  # another run may have this name
             if name in active:  # SLURM may also have taken one without an answer
                 self.jobs[node] = active[name]
-            elif self.tries[node] < _TRIES:
+            elif self.jobs.get(node) not in active.values() and self.tries[node] < _TRIES:  # the site may name it anew
                 self.tries[node] += 1
                 try:
                     self.jobs[node] = self._submit(node, name)

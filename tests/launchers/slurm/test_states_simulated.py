@@ -231,6 +231,18 @@ def test_a_job_is_found_by_the_submission_in_its_comment_and_is_nobody_elses(slu
     assert state("4") is State.FAILED, "ids begin again: this job is another run's"
 
 
+def test_a_job_that_the_site_gives_a_name_and_a_comment_of_its_own_is_known_by_its_script(slurm: Path) -> None:
+    """Seen with a job_submit.lua: a running job was shown as failed, and `resume` submitted a second one beside it."""
+    known_run(slurm, "4", None)
+    run = RunDir(slurm / "runs" / "a")
+    run.job.write_text(json.dumps({"first_attempt": 0, "submission": "new"}))
+    scripts = {f"{run.submit}/slurm/1.sh": True, "/sweeps/s/slurm/new/1.sh": True, "/mine.sh": False}
+    for script, known in scripts.items():
+        say(slurm, "squeue", queue(f"4|RUNNING|None|N/A|node1|node1|4|1:00|phys-a|billed to physics|{script}"))
+        client.forget()
+        assert (state("4") is State.RUNNING) is known, script
+
+
 def test_a_look_at_a_controller_that_is_away_is_short(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real commands go on asking for 33 s and more."""
     monkeypatch.setattr(client, "LOOK_S", 0.5)
@@ -345,7 +357,7 @@ def test_a_suspended_job_is_shown_as_such(slurm: Path) -> None:
 def test_a_node_in_place_of_a_lost_one_is_asked_for_where_the_job_runs(
     slurm: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The user's variables of sbatch hold for it, too, but for those of the whole job."""
+    """Once, also if the site renames jobs. The user's variables of sbatch hold, but for those of the whole job."""
     say(slurm, "sbatch", f"env | grep ^SBATCH_ | sort > {slurm}/variables; echo 77")
     user = {"SBATCH_PARTITION": "long", "SBATCH_ACCOUNT": "proj", "SBATCH_GPUS": "16", "SBATCH_SIGNAL": "B:USR2@5"}
     known_run(slurm, "7", None)
@@ -356,6 +368,11 @@ def test_a_node_in_place_of_a_lost_one_is_asked_for_where_the_job_runs(
     companions.request([1])
     assert companions.jobs == {1: "77"}
     assert (slurm / "variables").read_text().split() == ["SBATCH_ACCOUNT=proj", "SBATCH_PARTITION=long"]
+    say(slurm, "squeue", queue("77|PENDING|Resources|N/A|||77|1:00|phys-a|"))
+    say(slurm, "sbatch", "echo 78")
+    client.forget()
+    companions.request([1])
+    assert companions.jobs == {1: "77"}
 
 
 def test_a_job_waits_for_what_both_its_sweep_and_its_user_name() -> None:
