@@ -24,6 +24,11 @@ _VARIABLES = {  # sbatch's variables whose names differ from their options
     "switches": "REQ_SWITCH",
     "time": "TIMELIMIT",
 }
+_ONE_OF = (  # options that ask for the same in other words
+    {"mem", "mem-per-cpu", "mem-per-gpu"},
+    {"cpus-per-task", "cpus-per-gpu"},
+    {"gpus", "gpus-per-node", "gpus-per-task"},
+)
 OF_A_JOB = {  # options that do not apply to a companion, a job of one more node
     *("array", "begin", "comment", "deadline", "dependency", "error", "exclude", "export", "gpus", "hold", "job-name"),
     *("licenses", "nodelist", "nodes", "ntasks", "ntasks-per-node", "output", "requeue", "signal", "switches"),
@@ -68,11 +73,13 @@ def variable(option: str) -> str:
 def own_environment(env: Mapping[str, str], script: str) -> dict[str, str]:
     """Return the environment for the submission of a script.
 
-    It omits the user's SBATCH_ variables for options that the script sets, because sbatch prefers the variables, and
-    those that srun would read in the job, such as SLURM_TIMELIMIT. Inside a job these describe that job: sbatch would
-    read them as requests, and the new job's processes would mistake them for their own.
+    It omits the user's SBATCH_ variables for options that the script sets, or asks for in other words, because sbatch
+    prefers the variables or refuses both, and those that srun would read in the job, such as SLURM_TIMELIMIT. Inside a
+    job these describe that job: sbatch would read them as requests, and the new job's processes would mistake them for
+    their own.
     """
-    options = re.findall(r"^#SBATCH '?--([\w-]+)", script, re.MULTILINE)
+    options = {*re.findall(r"^#SBATCH '?--([\w-]+)", script, re.MULTILINE)}
+    options.update(*(group for group in _ONE_OF if group & options))
     hidden = {*map(variable, options), *_NEVER}
     return {name: value for name, value in env.items() if name not in hidden and not _is_srun_s(name)}
 

@@ -333,7 +333,9 @@ def test_no_variable_of_a_user_makes_one_job_several_or_lets_its_submission_wait
     user = {"SBATCH_WAIT": "1", "SBATCH_ARRAY_INX": "0-3", "SBATCH_TIMELIMIT": "60", "SBATCH_PARTITION": "long"}
     user |= {"SBATCH_INPUT": "my.in", "SRUN_CPUS_PER_TASK": "64"}
     user |= {"SBATCH_ERROR": "my.err", "SLURM_TIMELIMIT": "9", "SLURM_EXCLUSIVE": "", "SLURM_CONF": "/etc/slurm.conf"}
-    kept = client.own_environment(user, "#!/bin/bash\n#SBATCH --time=30\n")
+    user |= {"SBATCH_CPUS_PER_GPU": "4", "SBATCH_MEM_PER_CPU": "100", "SBATCH_GPUS": "1"}
+    kept = client.own_environment(user, "#!/bin/bash\n#SBATCH --time=30\n#SBATCH --cpus-per-task=2\n#SBATCH --mem=0\n")
+    assert kept.pop("SBATCH_GPUS") == "1", "nothing in the script asks for GPUs"
     assert kept == {"SBATCH_PARTITION": "long", "SLURM_CONF": "/etc/slurm.conf"}
 
 
