@@ -62,7 +62,8 @@ def connected() -> Iterator[docker.APIClient]:
         where = str(context.Host).removeprefix("http+")
     if not where.startswith(("unix://", "npipe://")):
         what = "is another machine's Docker, but containers mount this machine's run directory"
-        raise BadInput.at(f"{key}={where}", what, "submit on that machine, or: docker context use default")
+        cure = "submit on that machine, or: unset DOCKER_HOST DOCKER_CONTEXT; docker context use default"
+        raise BadInput.at(f"{key}={where}", what, cure)
     try:
         api = docker.APIClient(base_url=where, version="auto", timeout=60)
     except docker.errors.DockerException as e:

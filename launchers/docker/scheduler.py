@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
+from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.schema import JobConfig, load_config
 from fsdp_jobs.launchers.base import Finding, Job, prepare_each
 from fsdp_jobs.launchers.detached import DetachedLauncher
@@ -74,11 +75,18 @@ class DockerLauncher(DetachedLauncher):
             return any(container["State"]["Running"] for container in containers.containers_of(api, run).values())
 
     def kill(self, run: RunDir) -> bool:
-        """End a job and remove its containers and network; if it has ended, what its supervisor has left."""
-        was_alive = self.is_alive(run)
-        super().kill(run)
-        if was_alive or not containers.cluster_of(load_config(run.config)).keep:
-            with containers.connected() as api:
+        """End a job and remove its containers and network; if it has ended, what its supervisor has left.
+
+        Raises:
+            BadInput: no daemon answers, or it is not the one that has the job's containers.
+        """
+        with containers.connected() as api:
+            if super().is_alive(run) and not containers.containers_of(api, run):
+                what = f"has no container of {run.name}, which another Docker of this machine runs"
+                raise BadInput.at("Docker", what, "set DOCKER_HOST or DOCKER_CONTEXT as at its submission")
+            was_alive = self.is_alive(run)
+            super().kill(run)
+            if was_alive or not containers.cluster_of(load_config(run.config)).keep:
                 containers.remove(api, run)
         return was_alive
 

@@ -12,8 +12,10 @@ import pytest
 from docker.errors import APIError
 from requests import Response
 
+from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.schema import dump_config
+from fsdp_jobs.launchers.detached import DetachedLauncher
 from fsdp_jobs.launchers.docker import containers, supervisor
 from fsdp_jobs.launchers.docker.scheduler import DockerLauncher
 from fsdp_jobs.run.directory import RunDir, write_atomic
@@ -85,6 +87,22 @@ def test_a_cancel_of_what_has_ended_removes_what_no_supervisor_has(
     launcher.remember(app_id, run)
     assert launcher.end(app_id) is None, "it had ended"
     assert len(daemon.running) == left, "of its own submission, unless the user keeps them"
+
+
+def test_a_cancel_that_asks_another_docker_than_the_jobs_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ended the supervisor and reported the job as killed, whose containers trained on."""
+    ended: list[RunDir] = []
+    monkeypatch.setattr(containers, "connected", lambda: nullcontext(Daemon()))
+    monkeypatch.setattr(DetachedLauncher, "is_alive", lambda _, run: True)
+    monkeypatch.setattr(DetachedLauncher, "kill", lambda _, run: ended.append(run))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    run, launcher = docker_run(tmp_path), DockerLauncher()
+    launcher.remember("left-1", run)
+    with pytest.raises(BadInput, match="has no container of left"):
+        launcher.end("left-1")
+    assert not ended
 
 
 def test_containers_that_another_command_is_removing_are_waited_for(tmp_path: Path) -> None:

@@ -203,4 +203,4 @@ def test_another_machines_docker(docker_daemon: None, tmp_path: Path) -> None:
     socket = os.environ.get("DOCKER_HOST", "unix:///var/run/docker.sock").removeprefix("unix://")
     assert Path(socket).exists()
     said = refusal(tmp_path, DOCKER_HOST="ssh://somewhere.example")
-    assert "DOCKER_HOST=ssh://somewhere.example" in said and "another machine's" in said
+    assert "DOCKER_HOST=ssh://somewhere.example" in said and "another machine's" in said and "unset DOCKER_HOST" in said
