@@ -144,6 +144,9 @@ class RunStatus:
         self.attempt = max(self.attempt, event.attempt)
         if isinstance(event, _ROUND_ENDS):
             self._in_round = False
+        if isinstance(event, events.AttemptStarted | events.AttemptEnded) and self._queued is not None:
+            self._queue_s += max(0.0, event.time - self._queued)
+            self._queued = None
         match event:
             case events.Submitted():
                 self._before_s = self._wall_s
@@ -151,8 +154,6 @@ class RunStatus:
                 self.steps = self.run.read_job().get("steps")
                 self._enter("submitted", WAITING)
             case events.AttemptStarted():
-                self._queue_s += max(0.0, event.time - self._queued) if self._queued is not None else 0.0
-                self._queued = None
                 self._enter("starting", "waiting for nodes")
             case events.RoundStarted():
                 self._in_round, self.slow = True, []

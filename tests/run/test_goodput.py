@@ -60,6 +60,17 @@ def test_the_parts_add_up_and_the_night_between_two_submissions_does_not_count(t
     assert parts == pytest.approx(goodput.wall_s)
 
 
+def test_a_job_that_was_cancelled_while_it_waited_has_waited(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    _event(run, 100, "submitted")
+    _event(run, 3700, "attempt_ended", verdict="preempted", decision="stop", reason="cancelled while it waited")
+    _event(run, 9000, "submitted")
+    _event(run, 9010, "attempt_started")
+    _event(run, 9020, "attempt_ended", **STOP)
+    goodput = _goodput_of(run)
+    assert (goodput.wall_s, goodput.queue_s, goodput.start_s) == (3600 + 20, 3600 + 10, 10)
+
+
 def test_a_job_whose_machine_died_without_a_word_ran_until_its_last_step(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     for submitted, done in ((100, 0), (9000, 50)):
