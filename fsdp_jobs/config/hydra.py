@@ -18,7 +18,7 @@ from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Glob, Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
@@ -106,7 +106,10 @@ def parsed(override: str) -> Override:
     """
     hydra = GlobalHydra.instance().hydra
     parser = OverridesParser.create(hydra.config_loader if hydra else None)
-    return parser.parse_overrides([override])[0]  # unlike `parse_override`, this lets glob(...) find the options
+    read = parser.parse_overrides([override])[0]  # unlike `parse_override`, this lets glob(...) find the options
+    if isinstance(pattern := read.value(), Glob):
+        pattern.exclude.append("*_schema")  # which are no options of the user's
+    return read
 
 
 def merge_overrides(first: Sequence[str], then: Sequence[str]) -> list[str]:

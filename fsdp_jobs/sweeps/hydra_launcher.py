@@ -75,11 +75,16 @@ class GridSweeper(Sweeper):
 
     def sweep(self, arguments: list[str]) -> list[Sequence[JobReturn]]:
         assert self.launcher is not None
-        given = [*(f"{key}={value}" for key, value in self.params.items()), *arguments]
+        size = self.max_batch_size
+        given = [*map(parsed, [*(f"{key}={value}" for key, value in self.params.items()), *arguments])]
+        for o in given:
+            if o.is_sweep_override() and not (o.is_discrete_sweep() and [*o.sweep_iterator()]):
+                cure = f"{o.key_or_group}=A,B; intervals are for hydra/sweeper=optuna"
+                raise BadInput.at(str(o.input_line), "has no values for a grid", cure)
+        if not (size is None or (isinstance(size, int) and size > 0)):
+            raise BadInput.at(f"hydra.sweeper.max_batch_size={size}", "is not a number of jobs", "at least 1")
         returns: list[Sequence[JobReturn]] = []
-        for batch in BasicSweeper.split_arguments([*map(parsed, given)], self.max_batch_size):
-            if not batch:
-                raise BadInput.at("--multirun", "sweeps over no value: a key has an empty list", "key=A,B")
+        for batch in BasicSweeper.split_arguments(given, size):
             returns.append(self.launcher.launch(batch, sum(map(len, returns))))
         return returns
 

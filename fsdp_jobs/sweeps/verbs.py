@@ -15,7 +15,7 @@ from fsdp_jobs.config.terminal import print_json, say
 from fsdp_jobs.run.directory import checkpoints_of, find_run
 from fsdp_jobs.run.tail import newest_json_lines
 from fsdp_jobs.submit.stop import stop
-from fsdp_jobs.submit.submitted import named
+from fsdp_jobs.submit.submitted import in_folder, named
 from fsdp_jobs.submit.validate import composed
 from fsdp_jobs.sweeps import jobs
 from fsdp_jobs.sweeps.show import counts, number, show_status, show_submitted
@@ -52,15 +52,17 @@ def _status(sweep: Sweep, flags: argparse.Namespace) -> int:
 
 def _resume(sweep: Sweep, flags: argparse.Namespace) -> int:
     """Resubmit the rows that are neither done nor active, or only the failed ones, into their run directories."""
-    rows = [row for row in sweep.jobs if row.state != "done" and not row.is_active]
-    if flags.action == "retry-failed":
-        rows = [row for row in rows if row.state == "failed"]
+    undone = [row for row in sweep.jobs if row.state != "done" and not row.is_active]
+    rows = [row for row in undone if row.state == "failed" or flags.action == "resume"]
     configs = composed([sweep.overrides_of(row) for row in rows])
     jobs.submit(sweep, {row.run: config for row, config in zip(rows, configs, strict=True)}, flags.folder)
     if rows:
         show_submitted(sweep, rows, {row.run for row in rows}, with_commands=True)
     else:
         say(f"nothing to submit; {counts(sweep.jobs)}")
+    if others := [row for row in undone if row not in rows]:
+        name = in_folder(sweep.name, sweep.runs_dir)
+        say(f"not submitted: {counts(others)}; for these: fsdp-jobs sweep resume {name}")
     return 0
 
 
@@ -68,7 +70,8 @@ def _cancel(sweep: Sweep, flags: argparse.Namespace) -> int:
     active = [row for row in sweep.jobs if row.is_active]
     stop([sweep.run_of(row) for row in active], flags.now)
     jobs.refresh(sweep, sweep.jobs)
-    say(f"{len(active)} stopped; {counts(sweep.jobs)}")
+    stopped = [row for row in active if row.state == "stopped"]
+    say(f"{len(stopped)} stopped; {counts(sweep.jobs)}")
     return 0
 
 
@@ -86,7 +89,8 @@ def _best(sweep: Sweep, flags: argparse.Namespace) -> int:
     say(f"{row.run}: {sweep.objective} {number(row.objective)}{so_far}")
     say(f"overrides   {' '.join(row.overrides) or '-'}")
     say(f"checkpoint  {checkpoint or '-'}")
-    say(f"fsdp-jobs export {named(run)}")
+    if checkpoint:
+        say(f"fsdp-jobs export {named(run)}")
     return 0
 
 

@@ -35,7 +35,7 @@ from fsdp_jobs.sweeps.table import Row, Sweep, sweeps_in
 from tests.jobs import called, environment
 from tests.observe.browser import Watched, browser  # noqa: F401
 from tests.observe.test_report import _Page
-from tests.recorded import HOSTILE, of_sweep, recorded_run
+from tests.recorded import HOSTILE, add_line, of_sweep, recorded_run
 from tests.world import TINY
 
 SMALL = (*TINY, "nodes=1", "nproc_per_node=1")
@@ -181,7 +181,9 @@ def test_a_queue_outlives_an_error_of_its_storage(tmp_path: Path, monkeypatch: p
         (["name=a", "sweep.name=b", "seed=1,2"], "one of the two"),
         (["seed=1,2", "hydra/launcher=basic"], "leave it out"),
         (["seed=1,2", "sweep.direction=up"], "allowed: minimize, maximize"),
-        (["optim.lr=interval(0.1, 1)"], "does not support sweep type"),
+        (["optim.lr=interval(0.1, 1)"], "optim.lr=interval(0.1, 1): has no values for a grid"),
+        (["seed=1,2", "nodes=range(4,1)"], "nodes=range(4,1): has no values for a grid"),
+        (["seed=1,2", "hydra.sweeper.max_batch_size=0"], "max_batch_size=0: is not a number of jobs"),
         (["optim.lr=interval(0.1, 1)", "hydra/sweeper=optuna"], "sweep.wait=true"),
         (["seed=1,2", "cluster=kubernetes", "sweep.parallelism=2"], "cluster.queue=NAME"),
     ],
@@ -235,7 +237,7 @@ def test_a_job_whose_run_is_removed_is_not_waited_for(
 
 
 def test_options_are_swept_by_a_pattern(tmp_path: Path) -> None:
-    done = called(tmp_path, "-m", "name=all", "fsdp=glob(*,exclude=*_schema)", *SMALL, "nodes=2", "dry_run=true")
+    done = called(tmp_path, "-m", "name=all", "fsdp=glob(*)", *SMALL, "nodes=2", "dry_run=true")
     assert done.returncode == 0 and done.stdout.count("fsdp=") == 6, done
 
 
@@ -252,6 +254,20 @@ def test_jobs_that_are_done_do_not_answer_for_another_setting_of_the_whole_sweep
     assert main([*command, "optim.lr=1e-2"]) == 2
     said = capsys.readouterr()
     assert "done" not in said.out and said.err.count("was trained with 0.0001") == 2, said
+
+
+def test_commands_that_a_sweep_offers_do_something(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A cancelled job has not failed, so it is not retried; without a checkpoint nothing can be exported."""
+    monkeypatch.chdir(tmp_path)
+    cancelled = {"event": "attempt_ended", "verdict": "preempted", "decision": "stop", "reason": "cancelled"}
+    run = of_sweep(recorded_run(tmp_path / "runs", "lr-000"), "lr", ["seed=1"])
+    add_line(run.events, {"time": 131.0, "attempt": 0, **cancelled})
+    assert main(["sweep", "retry-failed", "lr"]) == 0
+    assert "1 stopped; for these: fsdp-jobs sweep resume lr" in capsys.readouterr().out
+    assert main(["sweep", "best", "lr"]) == 0
+    assert "export" not in capsys.readouterr().out
 
 
 def test_a_dry_run_shows_the_jobs_and_leaves_nothing(tmp_path: Path) -> None:
