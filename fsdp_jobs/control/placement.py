@@ -51,7 +51,7 @@ class ConnectedAgent(Agent):
 def known_places(run: RunDir) -> dict[str, Node]:
     """Read machines' locations by name, from the user's topology file or Kubernetes' labels at submission."""
     if run.topology.exists():
-        topology = from_yaml(run.topology.read_text())
+        topology = from_yaml(run.topology.read_text(), run.topology.name)
     elif run.node_labels.exists():
         topology = from_kubernetes(json.loads(run.node_labels.read_text()))
     else:

@@ -70,7 +70,9 @@ class Expected:
         how = "measured" if self.measured else "assumed"
         rate = f"{self.rate:.3g} per 1,000 node-days, {source}"
         first = f"goodput {percent(self.goodput, 1)} expected: a failure every {duration(self.mtbf_s)} ({rate}), "
-        first += f"{self.restart_s:.0f} s to restart ({how})"
+        write_s = self.tiers[-1].written_s
+        written = f"{write_s:.3g} s to write a save" if write_s else "writing a save counts as 0 s (not known yet)"
+        first += f"{self.restart_s:.0f} s to restart ({how}), {written}"
         return "\n".join([first, *(f"  {tier}" for tier in self.tiers)])
 
 

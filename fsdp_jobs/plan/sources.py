@@ -27,7 +27,7 @@ KUBERNETES_LABELS = (
 NVLINK_LABELS = ("nvidia.com/gpu.clique", "network.topology.nvidia.com/accelerator")
 
 
-def from_yaml(text: str, gpus: int = 8) -> Topology:
+def from_yaml(text: str, file: str, gpus: int = 8) -> Topology:
     """Read a topology file: switches as nested mappings, nodes as lists or hostlists.
 
         gpus_per_node: 8
@@ -40,6 +40,7 @@ def from_yaml(text: str, gpus: int = 8) -> Topology:
 
     Args:
         text: the file's content.
+        file: its name, for problems.
         gpus: GPUs per node when the file does not say.
 
     Raises:
@@ -48,23 +49,23 @@ def from_yaml(text: str, gpus: int = 8) -> Topology:
     try:
         root = yaml.load(text, _Loader)
     except yaml.YAMLError as e:
-        raise BadInput.at("topology file", one_line(e)) from e
+        raise BadInput.at(file, one_line(e)) from e
     if not isinstance(root, dict):
-        raise BadInput.at("topology file", "is not a mapping", "begin with `switches:`")
+        raise BadInput.at(file, "is not a mapping", "begin with `switches:`")
     unknown = (key for key in root if key not in FILE_KEYS)
-    problems = [Problem(_where(key), "there is no such key", nearest(key, FILE_KEYS)) for key in unknown]
+    problems = [Problem(f"{file}, {key}", "there is no such key", nearest(key, FILE_KEYS)) for key in unknown]
     count = root.get("gpus_per_node", str(gpus))
     if not isinstance(count, str) or not count.isdigit() or int(count) < 1:
-        problems.append(Problem(f"{_where('gpus_per_node')}={count}", "is not a number of at least 1"))
+        problems.append(Problem(f"{file}, gpus_per_node={count}", "is not a number of at least 1"))
     keys: dict[str, tuple[str, ...]] = {}
-    for name, above in _nodes(root.get("switches", {}), ("switches",), problems):
+    for name, above in _nodes(root.get("switches", {}), (f"{file}, switches",), problems):
         if name in keys:
             what = f"{name} is named twice; first under {'.'.join(keys[name])}"
-            problems.append(Problem(_where(*above), what, "remove one of them"))
+            problems.append(Problem(".".join(above), what, "remove one of them"))
         keys.setdefault(name, above)
-    nvlink = {name: above[-1] for name, above in _nodes(root.get("nvlink", {}), ("nvlink",), problems)}
+    nvlink = {name: above[-1] for name, above in _nodes(root.get("nvlink", {}), (f"{file}, nvlink",), problems)}
     for name in sorted(set(nvlink) - set(keys), key=natural_key):
-        problems.append(Problem(_where("nvlink", nvlink[name]), f"{name} is under no switch"))
+        problems.append(Problem(f"{file}, nvlink.{nvlink[name]}", f"{name} is under no switch"))
     if problems:
         raise BadInput(problems)
     return Topology.of(Node(name, above[1:], int(count), nvlink.get(name, "")) for name, above in keys.items())
@@ -81,10 +82,6 @@ class _Loader(yaml.BaseLoader):
         return super().construct_mapping(node, deep)
 
 
-def _where(*keys: str) -> str:
-    return f"topology file, {'.'.join(keys)}"
-
-
 def _nodes(tree: object, above: tuple[str, ...], problems: list[Problem]) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Name every node under a mapping, with the keys above it; items that name none go to `problems`."""
     if isinstance(tree, dict):
@@ -97,7 +94,7 @@ def _nodes(tree: object, above: tuple[str, ...], problems: list[Problem]) -> Ite
                 raise ValueError("must be the name of a node or a hostlist")
             yield from ((name, above) for name in expand_hostlist(item))
         except ValueError as e:
-            problems.append(Problem(_where(*above), str(e)))
+            problems.append(Problem(".".join(above), str(e)))
 
 
 def from_scontrol(text: str, gpus: int = 8, only: Iterable[str] | None = None) -> Topology:

@@ -127,9 +127,11 @@ def _topology(config: JobConfig) -> Topology | None:
     if path is None:
         return launcher_of(config.cluster.launcher).topology(config)
     try:
-        return from_yaml(Path(path).read_text(), gpus=ranks_per_node(config))
+        return from_yaml(Path(path).read_text(), path, ranks_per_node(config))
     except OSError as e:
         raise BadInput.at(f"cluster.topology={path}", str(e.strerror)) from e
+    except UnicodeDecodeError as e:
+        raise BadInput.at(f"cluster.topology={path}", "is not text in UTF-8") from e
 
 
 def prepare(configs: Sequence[JobConfig]) -> list[Prepared]:

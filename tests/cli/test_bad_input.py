@@ -145,6 +145,22 @@ def test_a_file_too_short_or_unreadable_is_named_before_anything_starts(tmp_path
     assert "short.bin" in done.stderr and "holds 20 tokens" in done.stderr and "129" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"\xff\xfe", "racks.yaml: is not text in UTF-8"),
+        (b"switches: {a: n1, b: n1}", "racks.yaml, switches.b: n1 is named twice; first under racks.yaml, switches.a"),
+    ],
+)
+def test_a_bad_topology_file_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], content: bytes, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("racks.yaml").write_bytes(content)
+    assert main(["plan", "cluster=slurm", "cluster.topology=racks.yaml"]) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_a_wrap_class_that_matches_nothing_names_those_there_are(tmp_path: Path) -> None:
     done = called(tmp_path, "model=custom", "model._target_=tests.models.tiny", "model.wrap_classes=[Blok]")
     assert done.returncode == 2, done.stdout

@@ -81,6 +81,8 @@ def test_what_was_measured_replaces_what_was_assumed() -> None:
     assumed, measured = plan(512).expected, plan(512, costs=costs).expected
     assert (measured.tiers[0].stall_s, measured.restart_s, measured.measured) == (20.0, 900.0, True)
     assert measured.goodput < assumed.goodput and measured.best_s > assumed.best_s
+    assert "writing a save counts as 0 s (not known yet)" in str(assumed)
+    assert "900 s to restart (measured), 100 s to write a save" in str(measured)
     slow = plan(2, costs=replace(costs, stall_s=0.0, write_s=4000.0)).expected
     assert slow.best_s >= 4000.0, "the next save cannot begin before the last one is written"
 

@@ -69,7 +69,7 @@ def test_bad_hostlists(text: str) -> None:
 
 
 def test_a_file() -> None:
-    topology = from_yaml(FILE)
+    topology = from_yaml(FILE, "racks.yaml")
     assert names(topology) == ("node1", "node2", "node3", "node10", "node4", "node5")
     assert topology.nodes[0] == Node("node1", ("spine1", "leaf1"), 4)
     assert topology.units() == {"leaf": [2, 2, 2], "switch-1": [4, 2], "all": [6]}
@@ -78,26 +78,27 @@ def test_a_file() -> None:
 
 def test_a_file_that_names_a_node_twice() -> None:
     with pytest.raises(BadInput) as e:
-        from_yaml(FILE.replace("node[4-5]", "node[4-5],node2"))
-    assert "switches.spine2.leaf3: node2 is named twice; first under switches.spine1.leaf1" in str(e.value)
+        from_yaml(FILE.replace("node[4-5]", "node[4-5],node2"), "racks.yaml")
+    said = "racks.yaml, switches.spine2.leaf3: node2 is named twice; first under racks.yaml, switches.spine1.leaf1"
+    assert said in str(e.value)
 
 
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        ("- node1", "topology file: is not a mapping"),
+        ("- node1", "racks.yaml: is not a mapping"),
         ("switches:\n  leaf: node[2-1]", "switches.leaf: hostlist node[2-1]: 2-1 runs backwards"),
-        ("switchs:\n  leaf: node1", "topology file, switchs: there is no such key\n      -> did you mean switches?"),
-        ("gpus_per_node: many\nswitches:\n  leaf: n1", "topology file, gpus_per_node=many: is not a number"),
+        ("switchs:\n  leaf: node1", "racks.yaml, switchs: there is no such key\n      -> did you mean switches?"),
+        ("gpus_per_node: many\nswitches:\n  leaf: n1", "racks.yaml, gpus_per_node=many: is not a number"),
         ("switches:\n  leaf: [{a: b}]", "switches.leaf: must be the name of a node or a hostlist"),
         ("switches:\n  leaf: n1\nnvlink:\n  rack: n2", "nvlink.rack: n2 is under no switch"),
         ("switches:\n  leaf: n1\n  leaf: n2", "the key leaf occurs twice"),
-        ("a: [", "topology file"),
+        ("a: [", "racks.yaml: "),
     ],
 )
 def test_bad_files(text: str, what: str) -> None:
     with pytest.raises(BadInput) as e:
-        from_yaml(text)
+        from_yaml(text, "racks.yaml")
     assert what in str(e.value)
 
 
@@ -161,10 +162,10 @@ def test_kubernetes_without_labels_is_flat() -> None:
 
 
 def test_names_of_digits_stay_as_they_are_written() -> None:
-    assert names(from_yaml("switches:\n  1: [007, 010]")) == ("007", "010")
+    assert names(from_yaml("switches:\n  1: [007, 010]", "racks.yaml")) == ("007", "010")
 
 
 def test_nvlink_domains_that_span_nodes() -> None:
-    named = from_yaml("switches:\n  leaf: n[1-4]\nnvlink:\n  rack1: n[1-2]\n  rack2: n[3-4]")
+    named = from_yaml("switches:\n  leaf: n[1-4]\nnvlink:\n  rack1: n[1-2]\n  rack2: n[3-4]", "racks.yaml")
     assert named.units()["domain"] == [2, 2]
     assert Topology.flat(40).units(18)["domain"] == [18, 18, 4]
