@@ -34,7 +34,7 @@ class HardwareConfig:
     name: str = key("???", "what the plan and the report call it")
     accelerator: str = key("cuda", "what its devices are; `cpu` has no MFU", choices=("cpu", "cuda"))
     memory_gib: float = key(0.0, "usable memory of a device, GiB", at_least=0)
-    bf16_tflops: float = key(0.0, "dense peak, TFLOP/s", at_least=0)
+    bf16_tflops: float = key(0.0, "dense peak, also of fp16, TFLOP/s", at_least=0)
     fp32_tflops: float = key(0.0, "peak of fp32 matmuls as PyTorch runs them by default, TFLOP/s", at_least=0)
     matmul_efficiency: float = key(1.0, "part of the peak that large matmuls reach", at_least=0.01, below=1.01)
     attention_tflops: float = key(0.0, "causal flash attention, heads of 128; 0: 45% of the matmul rate", at_least=0)

@@ -17,7 +17,7 @@ from fsdp_jobs.plan.layout import HYBRID, Layout, only_group, partners
 from fsdp_jobs.plan.memory import Memory, size
 from fsdp_jobs.plan.remedies import Remedy, advice, remedies
 from fsdp_jobs.plan.shapes import ModelShape, shape_of
-from fsdp_jobs.plan.step_time import StepTime
+from fsdp_jobs.plan.step_time import ATTENTION_UNKNOWN, StepTime
 from fsdp_jobs.plan.topology import Node, Topology
 from fsdp_jobs.plan.traffic import Traffic
 from fsdp_jobs.run.directory import RunDir
@@ -202,7 +202,8 @@ def _hardware_problems(config: JobConfig) -> Iterator[Problem]:
     dtype = "fp32" if param_dtype(config.fsdp, accelerator(config)) == "fp32" else "bf16"
     for key in ("memory_gib", f"{dtype}_tflops"):
         if (value := getattr(config.hardware, key)) <= 0:
-            yield Problem(f"hardware.{key}={value:g}", "a plan needs a number above 0", "that of the data sheet")
+            cure = "that of the data sheet" + ", or fp16's" * (key == "bf16_tflops")
+            yield Problem(f"hardware.{key}={value:g}", "a plan needs a number above 0", cure)
 
 
 def _left_out(config: JobConfig, shape: ModelShape, topology: Topology) -> Iterator[str]:
@@ -218,7 +219,9 @@ def _left_out(config: JobConfig, shape: ModelShape, topology: Topology) -> Itera
         why = f"a node of {config.hardware.name} has {gpus} GPUs (hardware.gpus_per_node), and each rank needs its own"
         yield f"Warning: nproc_per_node={ranks}: {why}."
     is_offloaded = config.fsdp.cpu_offload or config.fsdp.activation_offload
+    attends = param_dtype(config.fsdp, accelerator(config)) != "fp32" and shape.activations.attention_width > 0
     uses = (
+        ("attention_tflops", f"takes {ATTENTION_UNKNOWN:.0%} of the matmul rate for attention", attends),
         ("intra_node_gb_s", "counts no time for traffic inside nodes", ranks > 1),
         ("inter_node_gb_s", "counts no time for traffic between nodes", len(topology.nodes) > 1),
         ("memory_gb_s", "counts no time for elementwise work and the optimizer", accelerator(config) == "cuda"),

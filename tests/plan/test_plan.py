@@ -424,6 +424,9 @@ def test_links_of_unknown_speed_are_said() -> None:
     assert "Warning: hardware.inter_node_gb_s is not set: the prediction counts no time" in unknown[0]
     on_one = make_plan(job("hardware=h100", "model=llama_1b", "nodes=1", "hardware.inter_node_gb_s=0")).reasons
     assert not any("Warning" in reason for reason in on_one)
+    said = "Warning: hardware.attention_tflops is not set: the prediction takes 45% of the matmul rate for attention."
+    assert said in make_plan(job("hardware=l40s", "model=llama_1b")).reasons
+    assert said not in make_plan(job("hardware=l40s", "model=llama_1b", "fsdp.param_dtype=fp32")).reasons
 
 
 @pytest.mark.parametrize("gpus", [1, 4])
