@@ -122,6 +122,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as e:
+        if e.filename is None and _output_is_lost():
+            complain(f"the output cannot be written: {e.strerror}; what is submitted continues", "red")
+            return EXIT_FAILED
         name_file(e)
         if e.errno not in _CURES or (e.filename is None and e.errno != errno.ENOENT):
             raise
@@ -130,6 +133,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _bad_input(BadInput.at(str(place), str(e.strerror), _CURES[e.errno]))
     finally:
         console.write_to(stderr=False)  # a verb's --json holds for that verb
+
+
+def _output_is_lost() -> bool:
+    """Whether stdout cannot be written, as on a full disk; then nothing more is written to it."""
+    try:
+        print(flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 def _bad_input(error: BadInput) -> int:

@@ -161,6 +161,17 @@ def test_what_is_printed_ends_when_its_reader_has_read_enough(flag: str) -> None
     assert shown.returncode == 0 and not shown.stderr
 
 
+@pytest.mark.parametrize("args", [["--version"], ["plan"], ["--cfg", "job"]])
+def test_a_full_disk_behind_the_output_is_said(tmp_path: Path, args: list[str]) -> None:
+    command = [sys.executable, "-m", "fsdp_jobs", *args]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environment(tmp_path), timeout=60
+        )
+    said = "the output cannot be written: No space left on device; what is submitted continues\n"
+    assert (done.returncode, done.stderr) == (1, said)
+
+
 def test_a_version_is_told() -> None:
     done = subprocess.run([sys.executable, "-m", "fsdp_jobs", "--version"], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.startswith("fsdp_jobs 0.") and done.returncode == 0
