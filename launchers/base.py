@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 SESSION = "fsdp_jobs"  # in place of the cluster in handles where there is only one, and in old handles
 _AT_ONCE = 16
-_STATE_HOME = "XDG_STATE_HOME=FOLDER, where this machine remembers submissions"
+STATE_HOME = "XDG_STATE_HOME=FOLDER, where this machine remembers submissions"
 _AGENT_BYTES = 2**29  # an agent and its fork server, which has imported torch
 _HOST_BYTES = 2**31  # a rank on a GPU
 
@@ -254,7 +254,7 @@ class Launcher(ABC):
         return (line + "\n" for _, line in follow_files(folder, pattern, running))
 
     @property
-    def _links(self) -> Path:
+    def links(self) -> Path:
         """The folder of links, app id -> run directory, of submissions from this machine.
 
         Raises:
@@ -263,12 +263,12 @@ class Launcher(ABC):
         try:
             base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
         except RuntimeError as e:
-            raise BadInput.at("HOME", "is not set, and the system knows no home of this user", _STATE_HOME) from e
+            raise BadInput.at("HOME", "is not set, and the system knows no home of this user", STATE_HOME) from e
         return Path(base) / "fsdp_jobs" / self.name.removesuffix("_fsdp")
 
     def known(self) -> list[str]:
         """Return the app ids that were submitted from this machine."""
-        return sorted(link.name for link in self._links.glob("*"))
+        return sorted(link.name for link in self.links.glob("*"))
 
     def remember(self, app_id: str, run: RunDir) -> None:
         """Keep a link to a submitted run; a cluster that is set up anew reuses ids, so an old link is replaced.
@@ -280,7 +280,7 @@ class Launcher(ABC):
         try:
             _lead(link, run)
         except OSError as e:
-            raise BadInput.at(str(e.filename or link), str(e.strerror), _STATE_HOME) from e
+            raise BadInput.at(str(e.filename or link), str(e.strerror), STATE_HOME) from e
 
     def follow(self, app_id: str, cluster: str, run: RunDir) -> None:
         """Update the link to a run directory that was moved."""
@@ -290,7 +290,7 @@ class Launcher(ABC):
 
     def _link(self, app_id: str, cluster: str = "") -> Path:
         """Return an app's link; ids are unique across clusters."""
-        return self._links / app_id
+        return self.links / app_id
 
     def run_of(self, app_id: str, cluster: str = "") -> RunDir | None:
         """Return the run directory of an app; None if it was removed, or not submitted from this machine.

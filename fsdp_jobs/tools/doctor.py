@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from rich.text import Text
 
@@ -16,7 +17,7 @@ from fsdp_jobs import __version__
 from fsdp_jobs.config.errors import BadInput, JobFailed, Problem, one_line
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.config.terminal import say
-from fsdp_jobs.launchers.base import Finding, findings, launcher_of
+from fsdp_jobs.launchers.base import STATE_HOME, Finding, findings, launcher_of
 from fsdp_jobs.plan.memory import size
 from fsdp_jobs.run.directory import as_written
 
@@ -24,6 +25,7 @@ _STYLES = {"ok": "green", "warning": "yellow", "bad": "bold red"}
 _DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 _DRIVER_S = 10.0  # for it to answer
 _LEAST_FREE = 10**9  # bytes
+_NOT_MINE = "is not a folder that you may write to"
 
 
 def doctor(config: JobConfig) -> Iterator[Finding]:
@@ -31,6 +33,9 @@ def doctor(config: JobConfig) -> Iterator[Finding]:
     yield from _this_machine(config)
     launcher = launcher_of(config.cluster.launcher)
     try:
+        home, is_mine = _existing(launcher.links)
+        if not is_mine:
+            yield Finding("submissions", "bad", f"{home} {_NOT_MINE}", STATE_HOME)
         yield from launcher.examine(config)
     except (BadInput, JobFailed) as e:
         yield from findings("cluster", e.problems if isinstance(e, BadInput) else [Problem(launcher.name, str(e))])
@@ -67,8 +72,14 @@ def _this_machine(config: JobConfig) -> Iterator[Finding]:
             yield Finding("driver", "warning", fact, "no job will find a GPU here: nvidia-smi, dmesg")
     yield from findings("versions", problems, ", ".join(versions))
     runs = as_written(config.runs_dir)
-    there = next(folder for folder in (runs, *runs.parents) if folder.exists())
-    may_write, free = there.is_dir() and os.access(there, os.W_OK | os.X_OK), shutil.disk_usage(there).free
-    state = "bad" if not may_write else "warning" if free < _LEAST_FREE else "ok"
-    fact = f"{runs}, {size(free)} free" if may_write else f"{there} is not a folder that you may write to"
+    there, is_mine = _existing(runs)
+    free = shutil.disk_usage(there).free
+    state = "bad" if not is_mine else "warning" if free < _LEAST_FREE else "ok"
+    fact = f"{runs}, {size(free)} free" if is_mine else f"{there} {_NOT_MINE}"
     yield Finding("runs_dir", state, fact, "runs_dir=... in a folder of yours with room")
+
+
+def _existing(folder: Path) -> tuple[Path, bool]:
+    """Return the part of a path that exists, and whether the folder can be made in it or written to."""
+    there = next(part for part in (folder, *folder.parents) if part.exists())
+    return there, there.is_dir() and os.access(there, os.W_OK | os.X_OK)

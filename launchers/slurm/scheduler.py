@@ -165,7 +165,7 @@ class SlurmLauncher(Launcher):
         return list(client.queue(timeout_s=client.LOOK_S))
 
     def _link(self, app_id: str, cluster: str = "") -> Path:
-        return self._links / (cluster or self.cluster_of(app_id)) / app_id  # clusters sharing a home may share ids
+        return self.links / (cluster or self.cluster_of(app_id)) / app_id  # clusters sharing a home may share ids
 
     def cancel(self, app_ids: Sequence[str]) -> None:
         queue = client.queue(fresh=True)

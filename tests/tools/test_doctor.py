@@ -45,6 +45,12 @@ def test_a_simulated_driver_that_is_broken_or_wedged_is_no_end_and_not_fine(
     assert re.search(said, shown), shown
 
 
+def test_a_home_that_is_no_folder_is_no_place_to_submit_from(tmp_path: Path) -> None:
+    (tmp_path / "state").touch()
+    done = cli(tmp_path, "doctor", XDG_STATE_HOME=f"{tmp_path}/state")
+    assert done.returncode == 1 and f"submissions     {tmp_path}/state is not a folder" in done.stdout, done
+
+
 @pytest.mark.parametrize("file", ["cluster=slurm", "train.py", "."])
 def test_a_site_file_overwrites_nothing_of_the_users(tmp_path: Path, file: str) -> None:
     (tmp_path / "train.py").write_text("mine")
