@@ -77,7 +77,7 @@ def _compared(status: RunStatus) -> Iterator[tuple[str, str, str]]:
     plan, costs, goodput = Plan.of(status.run), costs_of(status.run), status.goodput
     if plan is None or plan.time is None or plan.memory is None:  # nothing is predicted of an unknown model
         return
-    if goodput.wall_s:
+    if goodput.useful_s:  # else no step has counted yet
         yield "goodput", percent(plan.expected.goodput, 1), percent(goodput.fraction, 1)
     if costs is not None and costs.restart_s:
         yield "seconds to recover", f"{plan.expected.restart_s:.1f}", f"{costs.restart_s:.1f}"

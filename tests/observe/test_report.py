@@ -155,6 +155,15 @@ def test_the_terminal_shows_what_a_run_wrote_as_it_is(tmp_path: Path) -> None:
         assert shown.returncode == 0 and HOSTILE in shown.stdout, shown.stderr
 
 
+def test_no_goodput_is_compared_before_a_step_counts(tmp_path: Path) -> None:
+    """The story above shows a dash, and the table said 0.0%."""
+    run = recorded_run(tmp_path)
+    address = f"api/runs/{run.name}"
+    assert "goodput" in [row[0] for row in inside(write_report(run)[0])[address]["compared"]]
+    run.metrics.write_text("")
+    assert inside(write_report(run)[0])[address]["compared"] == []
+
+
 def test_nothing_is_compared_with_the_plan_of_an_unknown_model(tmp_path: Path) -> None:
     run = recorded_run(tmp_path)
     write_atomic(run.plan, make_plan(compose_job(["script=train.py"])).to_json())
