@@ -447,6 +447,18 @@ def test_a_long_name_hides_no_state(browser: Any, tmp_path: Path) -> None:  # no
 
 
 @pytest.mark.integration
+def test_a_sweep_over_long_values_is_as_wide_as_the_window(browser: Any, tmp_path: Path) -> None:  # noqa: F811
+    of_sweep(recorded_run(tmp_path / "runs", "grid-000"), "grid", [f"data.path={'long/' * 60}"])
+    watched = Watched(browser)
+    with dashboard(tmp_path) as address:
+        watched.page.goto(f"{address}#sweep/grid")
+        watched.page.wait_for_selector("#drawn svg", timeout=30_000)
+        assert watched.is_as_wide_as_the_window()
+        state = watched.page.locator("#jobs .state").bounding_box()
+        assert state is not None and state["x"] + state["width"] < 1200
+
+
+@pytest.mark.integration
 def test_dark_light_and_a_telephone(browser: Any, tmp_path: Path) -> None:  # noqa: F811
     a_sweep(tmp_path)
     unfinished(tmp_path / "runs", "gone", "local_fsdp://fsdp_jobs/gone")

@@ -351,7 +351,7 @@ async function showSweep(name) {
   drawSweep($("#drawn"), sweep);
   $("#jobs").replaceChildren(el("thead", {}, el("tr", {}, ...["run", ...sweep.keys, "state", "step", sweep.objective, "reason"].map((column) => el("th", { scope: "col" }, column)))),
     el("tbody", {}, ...sweep.rows.map((row) => el("tr", {}, el("th", { scope: "row" }, rows.has(row.run) ? el("a", { href: `#run/${encodeURIComponent(row.run)}` }, row.run) : row.run),
-      ...sweep.keys.map((key) => el("td", {}, row.values[key] ?? "")), el("td", {}, badge(row.state)), el("td", { class: "n" }, rows.get(row.run)?.step ?? `${row.step}`),
+      ...sweep.keys.map((key) => el("td", {}, el("span", { class: "value" }, row.values[key] ?? ""))), el("td", {}, badge(row.state)), el("td", { class: "n" }, rows.get(row.run)?.step ?? `${row.step}`),
       el("td", { class: "n" }, value(row)), el("td", { class: "dim" }, rows.get(row.run)?.reason ?? row.reason)))));
 }
 
