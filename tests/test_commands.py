@@ -136,9 +136,17 @@ def is_file(words: Sequence[str]) -> bool:
     return (ROOT / words[0]).is_file()
 
 
+def is_of_tests(words: Sequence[str]) -> bool:
+    """Whether the files exist, and have tests of the name that follows -k."""
+    places = [ROOT / word for word in words if word.startswith("tests")]
+    files = [file for place in places for file in (place.rglob("test_*.py") if place.is_dir() else [place])]
+    name = words[words.index("-k") + 1] if "-k" in words else ""
+    return all(place.exists() for place in places) and any(name in file.read_text() for file in files)
+
+
 def is_python(words: Sequence[str]) -> bool:
     if words[0] == "-m" and words[1] == "pytest":
-        return all((ROOT / word).exists() for word in words[2:] if word.startswith("tests"))
+        return is_of_tests(words[2:])
     return importlib.util.find_spec(words[1]) is not None if words[0] == "-m" else is_file(words)
 
 
@@ -174,7 +182,7 @@ def is_of_kubectl(words: Sequence[str]) -> bool:
 CHECKS: dict[str, Callable[[Sequence[str]], bool]] = {
     "python": is_python,
     ".venv/bin/python": is_python,
-    "pytest": lambda words: all((ROOT / word).exists() for word in words if word.startswith("tests")),
+    "pytest": is_of_tests,
     "pip": is_installed,
     "make": is_target,
     "docker": is_of_docker,
