@@ -79,7 +79,7 @@ def _submit(overrides: Sequence[str], output: str | None = None, as_json: bool =
         if as_json:
             print_json({"request": str(job.request)})
         else:
-            sys.stdout.write(submission.artefact_of(job, overrides) if output else f"{job.request}\n")
+            print(submission.artefact_of(job, overrides) if output else f"{job.request}\n", end="", flush=True)
         say("dry run: nothing was submitted", "yellow")
         return 0
     follower = Follower(job.run) if config.attach else None

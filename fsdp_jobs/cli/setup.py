@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ def completion(args: list[str]) -> int:
         .replace("@NAMES@", " ".join(VERBS))
         .replace("@VERBS@", "\n".join(map(_case, VERBS)))
     )
-    sys.stdout.write((_HERE / "completion" / f"{shell}.sh").read_text().replace("@CANDIDATES@", candidates))
+    print((_HERE / "completion" / f"{shell}.sh").read_text().replace("@CANDIDATES@", candidates), end="", flush=True)
     return 0
 
 
@@ -70,7 +69,7 @@ def _case(verb: str) -> str:
 def schema(args: list[str]) -> int:
     """Print the JSON schema of a job."""
     Parser("schema").parse_args(args)
-    sys.stdout.write(json.dumps(job_schema(), indent=2) + "\n")
+    print(json.dumps(job_schema(), indent=2), flush=True)
     return 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -203,7 +202,7 @@ def main(args: list[str]) -> int:
             raise BadInput.at(str(file), "is there already, and is not overwritten", "another --experiment")
         write_atomic(file, text)
         text = f"{file}\n"
-    sys.stdout.write(text)
+    print(text, end="", flush=True)
     for key, note in imported.notes.items():
         complain(f"{key}: {note}", "dim")
     return 0

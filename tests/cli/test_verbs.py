@@ -172,6 +172,13 @@ def test_a_full_disk_behind_the_output_is_said(tmp_path: Path, args: list[str]) 
     assert (done.returncode, done.stderr) == (1, said)
 
 
+def test_what_nobody_can_read_is_no_error(tmp_path: Path) -> None:
+    for verb in ("schema", "dry_run=true"):
+        command = ["sh", "-c", f"exec {sys.executable} -m fsdp_jobs {verb} >&-"]
+        done = subprocess.run(command, stderr=subprocess.PIPE, cwd=tmp_path, env=environment(tmp_path), timeout=60)
+        assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_a_version_is_told() -> None:
     done = subprocess.run([sys.executable, "-m", "fsdp_jobs", "--version"], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout.startswith("fsdp_jobs 0.") and done.returncode == 0
