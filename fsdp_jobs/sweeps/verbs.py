@@ -78,7 +78,7 @@ def _cancel(sweep: Sweep, flags: argparse.Namespace) -> int:
 def _best(sweep: Sweep, flags: argparse.Namespace) -> int:
     row = sweep.best()
     if row is None:
-        what = f"no job has a value of {sweep.objective} yet"
+        what = f"no job has a finite {sweep.objective} yet"
         raise BadInput.at(f"sweep {sweep.name}", what, _measured_keys(sweep))
     run = sweep.run_of(row)
     checkpoint = next(map(str, find_checkpoints(checkpoints_of(load_config(run.config).checkpoint, run))), None)
@@ -95,10 +95,12 @@ def _best(sweep: Sweep, flags: argparse.Namespace) -> int:
 
 
 def _measured_keys(sweep: Sweep) -> str:
-    """Suggest the keys that jobs do record, if no job records the objective."""
+    """Suggest the keys that jobs do record, if no job records the objective; else how to look at them."""
     newest = [next(newest_json_lines(sweep.run_of(row).metrics), {}) for row in sweep.jobs]
     keys = sorted(set().union(*newest))
-    return f"sweep.objective: one of {', '.join(keys)}" if keys else f"fsdp-jobs sweep status {sweep.name}"
+    if keys and sweep.objective not in keys:
+        return f"sweep.objective: one of {', '.join(keys)}"
+    return f"fsdp-jobs sweep status {in_folder(sweep.name, sweep.runs_dir)}"
 
 
 def _report(sweep: Sweep, flags: argparse.Namespace) -> int:

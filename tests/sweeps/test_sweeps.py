@@ -268,6 +268,9 @@ def test_commands_that_a_sweep_offers_do_something(
     assert "1 stopped; for these: fsdp-jobs sweep resume lr" in capsys.readouterr().out
     assert main(["sweep", "best", "lr"]) == 0
     assert "export" not in capsys.readouterr().out
+    run.metrics.write_text('{"step": 1, "loss": NaN}\n')
+    assert main(["sweep", "best", "lr"]) == 2
+    assert "no job has a finite loss yet\n      -> fsdp-jobs sweep status lr" in capsys.readouterr().err
 
 
 def test_a_dry_run_shows_the_jobs_and_leaves_nothing(tmp_path: Path) -> None:
