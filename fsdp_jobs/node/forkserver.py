@@ -53,6 +53,8 @@ def _fork(preload: list[str], _executable: str, arguments: Sequence[str], descri
         # Ranks start processes of their own: undo the patch and reset the state, as in a new interpreter.
         multiprocessing.util.spawnv_passfds = _spawn
         multiprocessing.forkserver._forkserver.__init__()  # type: ignore[misc]
+        # Each rank does so, too, and would close files of its own under the numbers of those that are closed here.
+        multiprocessing.util._finalizer_registry.clear()  # type: ignore[attr-defined]
         set_title("fork server")
         die_with_parent()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent to all processes of a node as a request to save

@@ -15,6 +15,7 @@ from tests.jobs import signal_all
 
 PROGRAM = """
 import gc, multiprocessing, os, sys, time
+from multiprocessing.util import Finalize
 from fsdp_jobs.node import forkserver
 from fsdp_jobs.run.processes import die_with_parent
 
@@ -36,6 +37,8 @@ def rank(found):
     time.sleep(600)
 
 if __name__ == "__main__":
+    for _ in range(16):  # the fork server closes them, and a rank has other files at their numbers
+        Finalize(None, print, (open(os.devnull, "w+"),), exitpriority=0)
     forkserver.start(["colorsys", "there_is_no_such_module"])
     context = multiprocessing.get_context("forkserver")
     found = context.Queue()
