@@ -152,6 +152,14 @@ class Attempt:
             agent.drop()
         self.agents.clear()
 
+    def _here(self) -> int:
+        """Count the round's nodes that are connected, or left after their ranks had ended."""
+        return len(self.agents.in_round()) + self.round.left
+
+    def _on_ranks_ended(self, agent: ConnectedAgent) -> None:
+        self.leases.surrender(agent.id)
+        self.round.has_gaps |= agent.in_round
+
     def _request(self, request: Request) -> None:
         self.round.requested = request
         self.agents.send(messages.Request(request))

@@ -120,15 +120,15 @@ class Coordinator(Attempt):
         agent.beat = beat
         self._answer(agent, beat.at, now)
         for report, _ in beat.ranks:
-            trains = agent.in_round and report.step >= 0 and report.phase != Phase.STARTING
-            if trains and not current.has_trained:  # maybe from an older checkpoint than the newest on record
-                current.has_trained, self.step, self.committed = True, 0, -1
+            if agent.in_round and report.step >= 0:
+                current.has_reports = True
+                if report.phase == Phase.STARTING:  # restored
+                    current.first_step = report.step
+                elif not current.has_trained:  # maybe from an older checkpoint than the newest on record
+                    current.has_trained, self.step, self.committed = True, 0, -1
+                    current.first_step = min(current.first_step, report.step)
             self.step, self.committed = max(self.step, report.step), max(self.committed, report.committed)
-            if agent.in_round:
-                current.has_reports |= report.step >= 0
-                current.saves |= report.committed > SAVES_NOTHING
-                if report.phase == Phase.STARTING:  # restored, maybe to a step that no event tells
-                    current.first_step = max(current.first_step, report.step)
+            current.saves |= agent.in_round and report.committed > SAVES_NOTHING
 
     def on_ready(self, agent: ConnectedAgent, ready: messages.Ready, now: float) -> None:
         """Record that an agent has no running ranks and wants to join the next round."""
@@ -141,10 +141,6 @@ class Coordinator(Attempt):
         self._answer(agent, ready.at, now)
         if self.verdict is not None:
             self._send_end(agent)
-
-    def _on_ranks_ended(self, agent: ConnectedAgent) -> None:
-        self.leases.surrender(agent.id)
-        self.round.has_gaps |= agent.in_round
 
     def on_failed(self, agent: ConnectedAgent, message: messages.Failed, now: float) -> None:
         """Record that ranks of a node have failed; its agent is stopping the others."""
@@ -189,10 +185,6 @@ class Coordinator(Attempt):
         have_ended = self._here() == self.round.size and self.agents.have_ended()
         if have_ended and self.verdict is None and not self.round.stops_by_signal:
             self.close(self._done(), now)  # after a signal, `_watch_round` closes it
-
-    def _here(self) -> int:
-        """Count the round's nodes that are connected, or left after their ranks had ended."""
-        return len(self.agents.in_round()) + self.round.left
 
     def on_away(self, agent: ConnectedAgent, away: messages.Away, now: float) -> None:
         agent.is_away = True

@@ -13,6 +13,7 @@ from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.base import Description, Job, Launcher, at_once, prepare_each
 from fsdp_jobs.launchers.slurm import client, site, submission, validate
+from fsdp_jobs.launchers.slurm.examine import examine
 from fsdp_jobs.launchers.slurm.script import Script, cluster_of, commands, margin_s, script
 from fsdp_jobs.launchers.slurm.steps import Commands
 from fsdp_jobs.launchers.snapshot import SHARED, Snapshot, link, take
@@ -73,7 +74,7 @@ class SlurmLauncher(Launcher):
     name = "slurm_fsdp"
     output = "script"
     forget = staticmethod(client.forget)
-    examine = staticmethod(validate.examine)
+    examine = staticmethod(examine)
 
     def topology(self, config: JobConfig) -> Topology | None:
         return site.topology_of(site.site_of(config), config)

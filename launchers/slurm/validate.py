@@ -1,35 +1,30 @@
-"""Validate jobs before submission, here and by SLURM, whose errors we report at our keys; and examine for `doctor`."""
+"""Validate jobs before submission, here and by SLURM, whose errors we report at our keys."""
 
 from __future__ import annotations
 
 import logging
 import os
 import re
-import secrets
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
 
-from fsdp_jobs import __version__
-from fsdp_jobs.config.clusters import SlurmClusterConfig
 from fsdp_jobs.config.errors import BadInput, Problem
-from fsdp_jobs.config.resolve import accelerator, least_nodes, most_nodes
+from fsdp_jobs.config.resolve import least_nodes, most_nodes
 from fsdp_jobs.config.schema import JobConfig
-from fsdp_jobs.launchers.base import Finding, Job
-from fsdp_jobs.launchers.slurm import client, site
+from fsdp_jobs.launchers.base import Job
+from fsdp_jobs.launchers.slurm import client
 from fsdp_jobs.launchers.slurm.script import asked, cluster_of, long_form
 from fsdp_jobs.launchers.slurm.steps import LEAST_TRAINING_S
 from fsdp_jobs.plan.memory import size
-from fsdp_jobs.run.directory import as_written, user_name
+from fsdp_jobs.run.directory import user_name
 
 _IN_MEMORY = ("tmpfs", "ramfs")  # file systems that no other machine can mount
 _ABOUT_NODES = ("node configuration", "nodes are busy", "node not available", "nodes required")
 _ABOUT_TIME = ("invalid time specified", "not usable now", "reservation is in use", "maintenance reservation")
 _IS_FULL = "Resource temporarily unavailable"  # sbatch's word for a controller that can hold no more jobs now
-_NO_REASON = "Unspecified error"  # follows the reason, if the site's own checks refuse the job
+NO_REASON = "Unspecified error"  # follows the reason, if the site's own checks refuse the job
 _LIMITS = "sacctmgr show assoc user=$USER and sacctmgr show qos list the limits"
 _NOT_EXTRA = {  # options of sbatch -> what to use instead
     "--array": "--multirun makes arrays",
@@ -39,13 +34,6 @@ _NOT_EXTRA = {  # options of sbatch -> what to use instead
     **dict.fromkeys(("--parsable", "--quiet", "-Q"), "the job's id is read from what sbatch says"),
     "--test-only": "dry_run=true",
 }
-_WAIT_S = 30  # for a free node
-_CLOCK_SKEW_S = 2.0
-_ON_NODE = """
-import socket, sys, time, torch, fsdp_jobs
-print(open(sys.argv[1]).read(), socket.gethostname(), time.time())
-print(fsdp_jobs.__version__, torch.__version__, torch.cuda.device_count())
-"""
 
 logger = logging.getLogger(__name__)
 
@@ -256,22 +244,22 @@ _RULES: tuple[tuple[str, str, Callable[[client.Partition], str]], ...] = (
 )
 
 
-def _answer(message: str) -> str:
+def answer(message: str) -> str:
     """Return SLURM's error, or the messages of the site's own checks (job_submit.lua) if they give a reason."""
     lines = [re.sub(r"^(sbatch|srun): |error: |allocation failure: ", "", line) for line in message.splitlines()]
     lines = [line for line in dict.fromkeys(lines) if line.strip() and not line.startswith("Try ")]
-    own = [line for line in lines if not re.search(f"{_NO_REASON}|Batch job submission failed", line)]
+    own = [line for line in lines if not re.search(f"{NO_REASON}|Batch job submission failed", line)]
     return "; ".join(own or lines)
 
 
 def _translate(config: JobConfig, partition: client.Partition, message: str) -> Problem:
     """Report sbatch's error at the key that it is about."""
-    cluster, answer = cluster_of(config), _answer(message)
+    cluster, words = cluster_of(config), answer(message)
     for part, key, cure in _RULES:
-        if part in answer.lower():
+        if part in words.lower():
             where = asked(cluster, key)[1] if key else _sizes(config)
-            return Problem(where, f"SLURM says: {answer}", cure(partition))
-    return Problem("sbatch --test-only", answer, "cluster.extra and the environment's SBATCH_* count too")
+            return Problem(where, f"SLURM says: {words}", cure(partition))
+    return Problem("sbatch --test-only", words, "cluster.extra and the environment's SBATCH_* count too")
 
 
 def _sizes(config: JobConfig) -> str:
@@ -280,112 +268,3 @@ def _sizes(config: JobConfig) -> str:
     keys = ("cpus_per_task", "gpus_per_node", "mem")
     requested = [f"cluster.{key}={getattr(cluster, key)}" for key in keys if getattr(cluster, key) is not None]
     return " ".join([f"nodes={config.nodes}", f"nproc_per_node={config.nproc_per_node}", *requested])
-
-
-def examine(config: JobConfig) -> Iterator[Finding]:
-    """Yield each finding as soon as it is known: waiting for a node may take long.
-
-    Raises:
-        SlurmError: there is no SLURM here, or it does not answer.
-    """
-    cluster = cluster_of(config)
-    wanted, where = asked(cluster, "partition")
-    settings, partition = client.settings(), client.partitions_of(wanted)[0]
-    state = "warning" if settings["SLURM_VERSION"] < "22.05" else "ok"
-    fact = f"cluster {settings['ClusterName']}, SLURM {settings['SLURM_VERSION']}"
-    yield Finding("controller", state, fact, "22.05 or newer: before, steps of a node compete for its GPUs and memory")
-    size = f"{partition.nodes} nodes, {partition.cpus} CPUs, {partition.gres}, at most {partition.time}"
-    fact = f"{partition.name}: {size}" if partition.nodes else where if wanted else "no default one"
-    names = ", ".join(p.name for p in client.partitions())
-    yield Finding("partition", "ok" if partition.nodes else "bad", fact, f"cluster.partition: {names}")
-    try:
-        client.call("sacct", "-n", "-X")
-        yield Finding("accounting", "ok", "sacct answers")
-    except client.SlurmError as e:
-        fact = f"{str(e).splitlines()[-1]}; jobs that SLURM has forgotten are known by their run directories"
-        yield Finding("accounting", "warning", fact)
-    counts = accelerator(config) == "cpu" or "gpu" in settings.get("GresTypes", "")
-    fact = "requested from SLURM, or none" if counts else "SLURM does not count them: a job finds those of its nodes"
-    yield Finding("GPUs", "ok" if counts else "warning", fact)
-    if partition.nodes:
-        yield _preemption(settings, partition, config.elastic.stop_grace_s)
-        yield from _requeue(config)
-        yield from _node(config, cluster)
-
-
-def _preemption(settings: dict[str, str], partition: client.Partition, grace_s: float) -> Finding:
-    shown = client.shown(partition)
-    mode = re.search(r"PreemptMode=(\w+)", shown)
-    kind = settings.get("PreemptType", "preempt/none")
-    if kind == "preempt/qos":
-        return Finding("preemption", "ok", "jobs are preempted by QOS: sacctmgr show qos format=name,preempt,gracetime")
-    if kind == "preempt/none" or (mode and mode[1] == "OFF"):
-        return Finding("preemption", "ok", "no job of this partition is preempted")
-    # SLURM sends SIGTERM at the beginning and at the end of GraceTime, and SIGKILL after KillWait.
-    seconds = sum(map(int, re.findall(r"GraceTime=(\d+)", shown) + re.findall(r"\d+", settings.get("KillWait", ""))))
-    fact = f"a preempted job has {seconds} s to save; elastic.stop_grace_s is {grace_s:.0f}"
-    cure = "a shorter checkpoint.every_minutes bounds what is lost"
-    return Finding("preemption", "warning" if seconds < grace_s else "ok", fact, cure)
-
-
-def _where(config: JobConfig) -> list[str]:
-    """Return options that send a job of doctor's to where the user's would go; with a GPU if the user's has GPUs."""
-    cluster = cluster_of(config)
-    kind, colon, _ = (cluster.gpus_per_node or "").rpartition(":")
-    option = site.ask().gpu_option if accelerator(config) != "cpu" else ""
-    keys = ("partition", "account", "qos", "constraint", "reservation")
-    where = [f"--{key}={value}" for key in keys if (value := asked(cluster, key)[0]) is not None]
-    return [*where, option.replace("{}", f"{kind}{colon}1")] if option else where
-
-
-def _requeue(config: JobConfig) -> Iterator[Finding]:
-    """Find out whether the site allows requeues, by a job that is submitted on hold and cancelled at once."""
-    own = ("--job-name=doctor", "--nodes=1", "--time=2", "--output=/dev/null", "--requeue", "--hold")
-    try:
-        job = client.sbatch("#!/bin/sh\n", *own, *_where(config), env=os.environ)
-    except client.SlurmError:
-        return  # the node's finding has the reason
-    try:
-        may = "Requeue=1" in client.call("scontrol", "show", "job", job)
-    finally:
-        client.call("scancel", job)
-    fact = "jobs that ask for it are requeued" if may else "the site forbids it: a new job continues one that has saved"
-    yield Finding("requeue", "ok" if may else "warning", fact, "a longer cluster.time: each of them waits in the queue")
-
-
-def _node(config: JobConfig, cluster: SlurmClusterConfig) -> Iterator[Finding]:
-    """Run a task on one node to check that it sees the run directories and this Python."""
-    runs = as_written(config.runs_dir)
-    runs.mkdir(parents=True, exist_ok=True)
-    kind = file_system(runs)
-    word = secrets.token_hex(8)
-    note = runs / f".doctor-{word}"
-    note.write_text(word)
-    where = ["--nodes=1", "--ntasks=1", "--time=2", f"--immediate={_WAIT_S}", "--quiet", *_where(config)]
-    python = cluster.python or sys.executable
-    try:
-        before = time.time()
-        said = client.call("srun", *where, python, "-c", _ON_NODE, str(note), timeout_s=6 * _WAIT_S)
-        host, now, fsdp_jobs, torch, gpus = said.rpartition(word)[2].split()[:5]  # a site may print lines around it
-        skew_s = max(before - float(now), float(now) - time.time(), 0.0)
-    except client.SlurmError as e:
-        yield _why_no_node(str(e), runs, kind, note)
-        return
-    finally:
-        note.unlink()
-    yield Finding("runs_dir", "ok", f"{host} sees {runs} ({kind})")
-    fact = f"{host} runs {python} with fsdp_jobs {fsdp_jobs}, torch {torch}, {gpus} GPUs"
-    yield Finding("python", "ok" if fsdp_jobs == __version__ else "warning", fact, f"fsdp_jobs {__version__} there")
-    fact = f"the clock of {host} differs by {skew_s:.1f} s from this machine's"
-    yield Finding("time", "ok" if skew_s < _CLOCK_SKEW_S else "warning", fact, "NTP on both")
-
-
-def _why_no_node(error: str, runs: Path, kind: str, note: Path) -> Finding:
-    if note.name in error:
-        return Finding("runs_dir", "bad", f"the nodes do not see {runs} ({kind})", "runs_dir=... on shared storage")
-    if "ModuleNotFound" in error or "No such file" in error or "execve" in error:
-        last = next((line for line in reversed(error.splitlines()) if line.strip() and "srun" not in line[:5]), error)
-        return Finding("python", "bad", last, "an environment on shared storage; cluster.python=...")
-    if _NO_REASON in error:
-        return Finding("node", "bad", f"refused: {_answer(error)}", "cluster.account, cluster.partition, cluster.qos")
-    return Finding("node", "warning", f"none examined: {_answer(error)}", "all may be busy; try again later")

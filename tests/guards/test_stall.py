@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from fsdp_jobs.control.placement import ConnectedAgent
 from fsdp_jobs.guards.stall.messages import Dump
-from fsdp_jobs.run import rank_state
+from fsdp_jobs.run import events, rank_state
+from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.messages import Request
 from fsdp_jobs.run.rank_state import Phase
 from tests.control.cluster import PROGRAM, SILENCE, Cluster
@@ -96,6 +99,22 @@ def test_a_first_step_after_a_restore_that_no_event_tells_may_be_long(tmp_path: 
     cluster.later(1, *members, step=80, committed=40, phase=int(Phase.STARTING))
     cluster.later(200, *members, step=80, committed=40)
     assert not cluster.events("stalled") and cluster.coordinator.round.running
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_stall_is_one_also_behind_the_newest_checkpoint_on_record(tmp_path: Path, told: bool) -> None:
+    """That one was damaged; whether or not a beat came between the restore and the first step."""
+    run = RunDir(tmp_path / "run")
+    run.attempt(0).mkdir(parents=True)
+    events.record(run, 0, events.Checkpoint(300))
+    cluster = Cluster(tmp_path, "nodes=1")
+    cluster.ready(a := cluster.join(0))
+    if told:
+        cluster.later(3, a, step=50, committed=50, phase=Phase.STARTING)
+    for step in range(51, 56):
+        cluster.later(1, a, step=step, committed=50)
+    cluster.later(62, a, step=55, committed=50)
+    assert cluster.last(a, Dump) is not None
 
 
 def test_steps_of_minutes_are_no_stall_before_one_was_measured(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from fsdp_jobs import Job as NotebookJob
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.slurm import client
-from fsdp_jobs.launchers.slurm.validate import check_with_slurm, examine
+from fsdp_jobs.launchers.slurm.examine import examine
+from fsdp_jobs.launchers.slurm.validate import check_with_slurm
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.submit.submit import plan_of
 from tests.launchers.slurm.simulated import say
