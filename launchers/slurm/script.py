@@ -71,6 +71,7 @@ class Site:
     python: str = sys.executable  # the interpreter on the nodes if `cluster.python` names none
     partitions: dict[str, str] = field(default_factory=dict)  # name (the default's ends in *) -> hostlist of its nodes
     switches: list[str] = field(default_factory=list)  # lines of `scontrol show topology`; empty: not known
+    own_switches: dict[str, list[str]] = field(default_factory=dict)  # by partition, of those with another topology
 
 
 def cluster_of(config: JobConfig) -> SlurmClusterConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -20,7 +21,6 @@ from fsdp_jobs.plan.topology import Topology, expand_hostlist
 
 SAVE = "fsdp-jobs doctor cluster=slurm --save FILE, on a login node of the cluster"
 _LEVELS = ("SwitchName=", "BlockName=")  # other lines describe groups of blocks, or state that there is no topology
-_FLAT = ("topology/none", "topology/default", "topology/flat")
 
 
 def ask() -> Site:
@@ -33,12 +33,18 @@ def ask() -> Site:
     site = Site(settings["ClusterName"], "")
     if "gpu" in settings.get("GresTypes", ""):
         site.gpu_option = "--gpus-per-node={}" if "cons_tres" in settings["SelectType"] else "--gres=gpu:{}"
-    if settings.get("TopologyPlugin") not in _FLAT:
-        with suppress(client.SlurmError):  # the site may not show it to users
-            lines = client.recent("scontrol", "show", "topology").splitlines()
-            site.switches = [line for line in lines if line.startswith(_LEVELS)]
-            site.partitions = {p.name + "*" * p.default: ",".join(p.hosts) for p in client.partitions()}
+    with suppress(client.SlurmError):  # the site may not show it to users
+        site.switches = _switches()
+        for p in client.partitions():
+            site.partitions[p.name + "*" * p.default] = ",".join(p.hosts)
+            if own := re.search(r"\bTopology=(\w\S*)", client.shown(p)):  # of several in topology.yaml
+                site.own_switches[p.name] = _switches(own[1])
     return site
+
+
+def _switches(*topology: str) -> list[str]:
+    lines = client.recent("scontrol", "show", "topology", *topology).splitlines()
+    return [line for line in lines if line.startswith(_LEVELS)]
 
 
 def load(file: str) -> Site:
@@ -58,7 +64,8 @@ def load(file: str) -> Site:
 def _parsed(text: str) -> Site:
     site = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Site), OmegaConf.create(text)))
     assert isinstance(site, Site)
-    from_scontrol("\n".join(site.switches), only=expand_hostlist(",".join(site.partitions.values())))
+    for lines in (site.switches, *site.own_switches.values()):
+        from_scontrol("\n".join(lines), only=expand_hostlist(",".join(site.partitions.values())))
     return site
 
 
@@ -84,16 +91,15 @@ def topology_of(site: Site, config: JobConfig) -> Topology | None:
 
     Only for planning: SLURM chooses the job's nodes when it starts.
     """
-    if not site.switches:
-        return None
     wanted, _ = asked(cluster_of(config), "partition")
-    chosen = [
-        hosts
+    chosen = {
+        name.rstrip("*"): hosts
         for name, hosts in site.partitions.items()
         if (name.endswith("*") if wanted is None else name.rstrip("*") in wanted.split(","))
-    ]
-    topology = _topology(",".join(chosen), "\n".join(site.switches), ranks_per_node(config))
-    return topology if len(topology.nodes) >= most_nodes(config) else None
+    }
+    switches = next((site.own_switches[name] for name in chosen if name in site.own_switches), site.switches)
+    topology = _topology(",".join(chosen.values()), "\n".join(switches), ranks_per_node(config))
+    return topology if switches and len(topology.nodes) >= most_nodes(config) else None
 
 
 @cache

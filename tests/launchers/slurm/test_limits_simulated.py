@@ -12,6 +12,7 @@ from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.slurm import client
 from fsdp_jobs.launchers.slurm.examine import examine
+from fsdp_jobs.launchers.slurm.scheduler import SlurmLauncher
 from fsdp_jobs.launchers.slurm.validate import check_with_slurm
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.submit.submit import plan_of
@@ -250,6 +251,31 @@ def test_a_notebook_plans_with_the_switches_that_slurm_names_now(site: Site) -> 
         site.say("scontrol", f"[ $2 = config ] && cat {site.folder}/config || echo '{shown}'")
         plan = NotebookJob("cluster=slurm", "model=llama_debug", "nodes=2", "hardware=h100").plan()
         assert plan.leaves == (switch, switch)
+
+
+def test_a_partition_has_the_topology_that_the_site_gives_it(site: Site) -> None:
+    """By topology.yaml, which SLURM has from 25.05; TopologyPlugin is flat beside it."""
+    site.config({**CONFIG, "TopologyPlugin": "topology/flat"})
+    site.say(
+        "scontrol",
+        f"""case "$*" in
+        "show config") cat {site.folder}/config;;
+        "show topology") echo 'SwitchName=leaf Level=0 LinkSpeed=0 Nodes=n[1-8]';;
+        "show topology blocks") echo 'BlockName=b1 BlockIndex=0 Nodes=n[1-4] BlockSize=4'
+                                echo 'BlockName=b2 BlockIndex=1 Nodes=n[5-8] BlockSize=4'
+                                echo 'AggregatedBlock=b[1-2] BlockIndex=2 Nodes=n[1-8] BlockSize=8';;
+        *) printf 'PartitionName=short\n   QoS=N/A\n\nPartitionName=long\n   QoS=N/A\n   Topology=blocks\n';;
+        esac""",
+    )
+    for partition, leaves in {"short": {"leaf"}, "long": {"b1", "b2"}}.items():
+        job = ("cluster=slurm", f"cluster.partition={partition}", "model=llama_debug", "hardware=h100")
+        nodes = 4 if partition == "short" else 8
+        assert {*NotebookJob(*job, f"nodes={nodes}").plan().leaves} == leaves
+    saved = site.folder / "site.yaml"
+    saved.write_text(SlurmLauncher().site_file())
+    site.say("scontrol", "exit 1")
+    client._answers.clear()
+    assert {*NotebookJob(*job, "nodes=8", f"cluster.site={saved}", "dry_run=true").plan().leaves} == leaves
 
 
 def test_a_size_or_number_of_jobs_that_is_never_allowed_is_refused(site: Site) -> None:
