@@ -98,8 +98,10 @@ def topology_of(site: Site, config: JobConfig) -> Topology | None:
         if (name.endswith("*") if wanted is None else name.rstrip("*") in wanted.split(","))
     }
     switches = next((site.own_switches[name] for name in chosen if name in site.own_switches), site.switches)
+    if not switches:
+        return None
     topology = _topology(",".join(chosen.values()), "\n".join(switches), ranks_per_node(config))
-    return topology if switches and len(topology.nodes) >= most_nodes(config) else None
+    return topology if len(topology.nodes) >= most_nodes(config) else None
 
 
 @cache
