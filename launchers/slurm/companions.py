@@ -65,12 +65,13 @@ class Companions:
         Raises:
             SlurmError: SLURM does not answer, or refuses.
         """
-        active = {job.name: job.id for job in client.queue().values() if job.state.is_active}
+        active = {job.id: job.name for job in client.queue().values() if job.state.is_active}
+        named = {name: id for id, name in active.items()}
         for node in nodes:
             name = f"{self.run.name}-{self.commands.job_id}-node-{node}"  # another run may have this name
-            if name in active:  # SLURM may also have taken one without an answer
-                self.jobs[node] = active[name]
-            elif self.jobs.get(node) not in active.values() and self.tries[node] < _TRIES:  # the site may name it anew
+            if name in named:  # SLURM may also have taken one without an answer
+                self.jobs[node] = named[name]
+            elif self.jobs.get(node) not in active and self.tries[node] < _TRIES:  # the site may name it anew
                 self.tries[node] += 1
                 try:
                     self.jobs[node] = self._submit(node, name)

@@ -373,8 +373,14 @@ def test_a_node_in_place_of_a_lost_one_is_asked_for_where_the_job_runs(
     say(slurm, "squeue", queue("77|PENDING|Resources|N/A|||77|1:00|phys-a|"))
     say(slurm, "sbatch", "echo 78")
     client.forget()
-    companions.request([1])
-    assert companions.jobs == {1: "77"}
+    companions.request([1, 2])
+    assert companions.jobs == {1: "77", 2: "78"}
+    renamed = (f"{number}|PENDING|Resources|N/A|||{number}|1:00|phys|" for number in (77, 78))
+    say(slurm, "squeue", queue(*renamed))
+    say(slurm, "sbatch", "echo 79")
+    client.forget()
+    companions.request([1, 2])
+    assert companions.jobs == {1: "77", 2: "78"}, "both have the same name now"
 
 
 def test_a_job_waits_for_what_both_its_sweep_and_its_user_name() -> None:
