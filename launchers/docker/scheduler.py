@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.schema import JobConfig, load_config
@@ -72,7 +73,7 @@ class DockerLauncher(DetachedLauncher):
         if super().is_alive(run):
             return True
         with containers.connected() as api:
-            return any(container["State"]["Running"] for container in containers.containers_of(api, run).values())
+            return _any_runs(containers.containers_of(api, run))
 
     def kill(self, run: RunDir) -> bool:
         """End a job and remove its containers and network; if it has ended, what its supervisor has left.
@@ -81,14 +82,18 @@ class DockerLauncher(DetachedLauncher):
             BadInput: no daemon answers, or it is not the one that has the job's containers.
         """
         with containers.connected() as api:
-            if super().is_alive(run) and not containers.containers_of(api, run):
+            found = containers.containers_of(api, run)
+            if super().is_alive(run) and not found:
                 what = f"has no container of {run.name}, which another Docker of this machine runs"
                 raise BadInput.at("Docker", what, "set DOCKER_HOST or DOCKER_CONTEXT as at its submission")
-            was_alive = self.is_alive(run)
-            super().kill(run)
+            was_alive = super().kill(run) or _any_runs(found)
             if was_alive or not containers.cluster_of(load_config(run.config)).keep:
                 containers.remove(api, run)
         return was_alive
+
+
+def _any_runs(found: dict[str, dict[str, Any]]) -> bool:
+    return any(container["State"]["Running"] for container in found.values())
 
 
 create_scheduler = DockerLauncher.scheduler
