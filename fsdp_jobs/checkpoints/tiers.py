@@ -96,6 +96,7 @@ class SharedStorage(Tier):
         self.run, self.attempt, self.term, self.ranks, self.state = run, attempt, term, ranks, state
         self.home = checkpoints_of(config.checkpoint, run)
         self.skipped: dict[str, list[str]] = {}  # name -> why it is not offered again
+        self._reads_disks = config.checkpoint.local_dir is not None
         self._restart_from_zero = config.checkpoint.restart_from_zero
         self._refuses_differing = config.integrity.action != "report"
         self._doubted: set[str] = set()  # a rank found damage while it loaded these
@@ -117,6 +118,16 @@ class SharedStorage(Tier):
             catalog.remove_unfinished(self.home)
             if (limit := known_here().limit) != NO_LIMIT:
                 catalog.mark_agreed(self.home, lambda step: None if step <= limit else False)
+            if not self._reads_disks:
+                self._skip_on_nodes()
+
+    def _skip_on_nodes(self) -> None:
+        committed = catalog.find_checkpoints(self.home)
+        newest = max(map(catalog.step_of, committed), default=0)
+        why = ["its shards are on the nodes' disks, in checkpoint.local_dir"]
+        for folder in catalog.find_on_nodes(self.home, committed):
+            if catalog.step_of(folder) > newest:
+                self.skip(folder.name, why, is_damaged=False)
 
     @property
     def step(self) -> int:
@@ -217,9 +228,7 @@ class SharedStorage(Tier):
                 case events.RoundBroken() | events.AttemptEnded():
                     steps.append(event.committed or 0)
         if max(steps) > 0:
-            on_disks = [f.name for f in catalog.find_on_nodes(self.home, ()) if f.name not in self.skipped]
             reasons = [f"{name}: {'; '.join(faults)}" for name, faults in self.skipped.items()]
-            reasons += [f"{name}: its shards are on the nodes' disks, in checkpoint.local_dir" for name in on_disks]
             found = reasons or sorted(f.name for f in self.home.glob("step-*")) or ["nothing"]
             raise JobFailed(
                 f"this run had a checkpoint of step {max(steps)}, and none that can be used is in {self.home} "

@@ -246,3 +246,16 @@ def test_a_job_whose_only_steps_are_on_disks_that_a_resume_does_not_use_begins_a
     assert "this run had a checkpoint of step 4" in refused, refused
     assert "step-00000004.0-0-1.tmp: its shards are on the nodes' disks, in checkpoint.local_dir" in refused, refused
     assert run_world(1, _resumed, str(tmp_path)) == [(4, 4.0)]
+
+
+def _resumed_from_storage(folder: str) -> tuple[int, float]:
+    checkpoints = trained(folder, "0-1")
+    return checkpoints.restore(), value_of(checkpoints)
+
+
+def test_a_resume_without_the_disks_says_which_newer_step_it_passes_over(tmp_path: Path) -> None:
+    run_world(1, _cut_off, str(tmp_path), 2)
+    assert run_world(1, _resumed_from_storage, str(tmp_path)) == [(2, 2.0)]
+    (skipped,) = events_of(RunDir(tmp_path), "checkpoint_skipped")
+    assert skipped["checkpoint"] == "step-00000004.0-0-2.tmp", skipped
+    assert skipped["why"] == ["its shards are on the nodes' disks, in checkpoint.local_dir"], skipped
