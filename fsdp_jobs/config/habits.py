@@ -23,7 +23,10 @@ _KEYS = _by_word(  # flags and keys, with underscores for dashes
         "nproc_per_node={}": "nproc gpus gpus_per_node ntasks_per_node",
         "module={}": "m",
         "elastic.max_failures_without_progress={}": "max_restarts",
-        "name={}": "job_name J",
+        "name={}": "job_name J hydra.job.name",
+        "runs_dir={}": "hydra.run.dir",
+        "sweep.dir={}": "hydra.sweep.dir",
+        "--multirun": "hydra.mode",
         "cluster.time={}": "time t",
         "cluster.partition={}": "partition p",
         "cluster.account={}": "account A",
@@ -85,7 +88,7 @@ def meant_by(word: str) -> str:
     last = name.rpartition(".")[2]
     if last in _PRECISION:
         return f"fsdp.param_dtype={_DTYPES.get(value.casefold(), 'auto, fp32, bf16 or fp16')}"
-    return _KEYS.get(last if len(last) > 1 else name, "").format(value or "...")
+    return (_KEYS.get(name) or _KEYS.get(last if len(last) > 1 else name, "")).format(value or "...")
 
 
 def option_meant_by(group: str, option: str) -> str:

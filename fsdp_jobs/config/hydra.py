@@ -33,6 +33,8 @@ from fsdp_jobs.config.schema import SCHEMAS, JobConfig
 # Hydra loads plugins only from the package hydra_plugins. Under these names sweeps/hydra_launcher.py provides ours.
 PLUGINS = {"launcher": "hydra_plugins.fsdp_jobs.SweepLauncher", "sweeper": "hydra_plugins.fsdp_jobs.GridSweeper"}
 
+_HYDRAS = ("hydra/", "hydra.searchpath", "hydra.sweeper")  # what of Hydra's own settings has an effect here
+
 # Mappings with keys of the user's, each with a dot at its end: "model.kwargs.".
 _OPEN = tuple(
     f"{group}.{f.name}." for group, _, node in SCHEMAS for f in fields(node) if str(f.type).startswith("dict")
@@ -244,7 +246,7 @@ class _Composer:
                 if not sweep:
                     problems.append(Problem(text, "names several values", "add --multirun to run each of them"))
             elif override.is_delete() or not (
-                override.key_or_group in self.options or override.key_or_group.startswith(("hydra.", "hydra/"))
+                override.key_or_group in self.options or override.key_or_group.startswith(_HYDRAS)
             ):
                 values.append((text, override))
             else:
@@ -287,6 +289,8 @@ class _Composer:
 
     def _set(self, config: DictConfig, keys: list[str], text: str, override: Override) -> Problem | None:
         key = override.key_or_group
+        if key.startswith("hydra."):
+            return Problem(text, "has no effect here", meant_by(text) or "leave it out")
         is_open = any(f"{key}.".startswith(o) and o[:-1] in keys for o in _OPEN)
         if key not in keys and (override.is_delete() or not is_open):
             hint = _other_options(key, keys) or meant_by(text) or nearest(key, [*keys, *self.options])

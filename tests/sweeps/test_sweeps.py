@@ -180,6 +180,8 @@ def test_a_queue_outlives_an_error_of_its_storage(tmp_path: Path, monkeypatch: p
         (["name=a/b", "seed=1,2"], "not a valid run name"),
         (["name=a", "sweep.name=b", "seed=1,2"], "one of the two"),
         (["seed=1,2", "hydra/launcher=basic"], "leave it out"),
+        (["seed=1,2", "hydra.sweep.dir=here"], "hydra.sweep.dir=here: has no effect here\n      -> sweep.dir=here"),
+        (["seed=1,2", "hydra.job.chdir=true"], "leave it out"),
         (["seed=1,2", "sweep.direction=up"], "allowed: minimize, maximize"),
         (["optim.lr=interval(0.1, 1)"], "optim.lr=interval(0.1, 1): has no values for a grid"),
         (["seed=1,2", "nodes=range(4,1)"], "nodes=range(4,1): has no values for a grid"),
