@@ -91,7 +91,8 @@ class _SummedFileSystem(FileSystem):
         """Leave it to DCP's coordinator: a folder removed while others still write must not come back."""
 
     def exists(self, path: Any) -> bool:
-        return bool(path.exists())
+        """Say no: a save's folder is new. An NFS client that looks before it is made sees none for up to a minute."""
+        return False
 
     def rename(self, path: Any, new_path: Any) -> None:
         path.rename(new_path)

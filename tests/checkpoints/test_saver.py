@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import os
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from fsdp_jobs.checkpoints import catalog, storage
@@ -75,3 +78,37 @@ def test_a_clock_that_is_set_during_a_save_makes_it_no_slower(tmp_path: Path) ->
     """Kubernetes waits twice as long as the slowest save took before it kills a pod."""
     run_world(1, _save_while_the_clock_is_set, str(tmp_path))
     assert 0 < slowest_save_s(RunDir(tmp_path)) < 60
+
+
+def _save_onto_nfs(folder: str) -> str | None:
+    """Rank 1 is a client that goes on not to see a folder which it has looked for before rank 0 made it."""
+    checkpoints, absent = trained(folder), set[Path]()
+    stat, opened, made = os.stat, io.open, Path.mkdir
+
+    def look(path: Any, *args: Any, **keys: Any) -> Any:
+        try:
+            return stat(path, *args, **keys)
+        except FileNotFoundError:
+            absent.update(part for part in Path(path).parents if not part.is_dir())
+            raise
+
+    def open_there(path: Any, *args: Any, **keys: Any) -> Any:
+        if isinstance(path, Path) and not absent.isdisjoint(path.parents):
+            raise FileNotFoundError(2, "No such file or directory", str(path))
+        return opened(path, *args, **keys)
+
+    def make_late(path: Path, *args: Any, **keys: Any) -> None:
+        time.sleep(0.3)
+        made(path, *args, **keys)
+
+    if dist.get_rank() == 1:
+        os.stat, io.open = look, open_there
+    else:
+        Path.mkdir = make_late  # type: ignore[method-assign]
+    save_steps(checkpoints, 1)
+    checkpoints.close()
+    return checkpoints.failure
+
+
+def test_no_rank_looks_for_a_saves_folder_before_it_is_made_simulated_nfs(tmp_path: Path) -> None:
+    assert run_world(2, _save_onto_nfs, str(tmp_path)) == [None, None]
