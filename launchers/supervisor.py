@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from fsdp_jobs.run import events, log
 from fsdp_jobs.run.beside import start_thread, wait_until
-from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.directory import RunDir, look_again
 from fsdp_jobs.run.env import SUBMISSION_ENV
 from fsdp_jobs.run.processes import die_with_parent, record_process
 from fsdp_jobs.run.tail import last_lines
@@ -127,6 +127,7 @@ class Attempt:
                     return self.verdict
                 self.on_poll()
                 for process in [p for p in self.processes if p.has_ended and self.restarts(p)]:
+                    look_again(self.run.verdict(self.number))
                     if self.verdict is None:
                         self._on_death(process)
             time.sleep(self.poll_s)

@@ -87,6 +87,16 @@ def user_name() -> str:
         return str(os.getuid())
 
 
+def look_again(file: Path) -> None:
+    """Have an NFS client ask its server about a file that was not there: else it repeats that answer for a minute.
+
+    It asks about a folder when that is opened (close-to-open consistency); those above the file's may be new, too.
+    """
+    for folder in file.parents[2::-1]:
+        with suppress(OSError):
+            os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
+
+
 def lock(file: IO[str] | int) -> None:
     """Lock an open file as `try_lock` does, but wait until it is free."""
     with suppress(OSError):  # the file system has no locks

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from fsdp_jobs.run.directory import look_again
 from fsdp_jobs.run.record import JsonObject
 
 TIMES = "log-times.jsonl"  # beside ranks' logs: {rank: [size in bytes, time]} whenever they have grown
@@ -96,10 +97,11 @@ class Tail:
 
 def size_of(file: Path) -> int:
     """Return a file's size in bytes, 0 if it does not exist."""
-    try:
-        return file.stat().st_size
-    except (FileNotFoundError, NotADirectoryError):
-        return 0
+    for _ in range(2):
+        with suppress(FileNotFoundError, NotADirectoryError):
+            return file.stat().st_size
+        look_again(file)
+    return 0
 
 
 def is_cut(descriptor: int) -> bool:

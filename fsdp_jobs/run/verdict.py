@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 from fsdp_jobs.config.schema import plain_values
 from fsdp_jobs.run import events
-from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.directory import RunDir, look_again, write_atomic
 from fsdp_jobs.run.record import Record
 
 EXIT_DONE = 0
@@ -74,6 +74,7 @@ class Verdict(Record):
     def final(cls, run: RunDir) -> Verdict | None:
         """Return the verdict that ended a run's newest submission; None as long as another attempt may follow."""
         attempt = run.last_attempt()
+        look_again(run.verdict(attempt))
         verdict = cls.read(run, attempt) if attempt >= run.first_attempt() else None
         return verdict if verdict is not None and verdict.decision == "stop" else None
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.directory import RunDir, look_again
 
 APP = "app.kubernetes.io/instance"
 ALL_APPS = "app.kubernetes.io/name=fsdp-jobs"  # selects the objects of all apps
@@ -36,6 +36,7 @@ def job_files(run: RunDir) -> list[Path]:
 
 def pods_write_here(run: RunDir, app: str) -> bool:
     """Return whether the coordinator's pod of a submission has started to work in this very directory."""
+    look_again(run.written_by)
     return run.written_by.exists() and run.written_by.read_text() == app
 
 

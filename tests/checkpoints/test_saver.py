@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import io
-import os
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from fsdp_jobs.checkpoints.saver import _Stager
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.goodput import slowest_save_s
 from tests.checkpoints.saving import fill, save_steps, trained, value_of
+from tests.nfs import nfs_client
 from tests.world import run_world
 
 pytestmark = pytest.mark.integration
@@ -81,32 +81,16 @@ def test_a_clock_that_is_set_during_a_save_makes_it_no_slower(tmp_path: Path) ->
 
 
 def _save_onto_nfs(folder: str) -> str | None:
-    """Rank 1 is a client that goes on not to see a folder which it has looked for before rank 0 made it."""
-    checkpoints, absent = trained(folder), set[Path]()
-    stat, opened, made = os.stat, io.open, Path.mkdir
-
-    def look(path: Any, *args: Any, **keys: Any) -> Any:
-        try:
-            return stat(path, *args, **keys)
-        except FileNotFoundError:
-            absent.update(part for part in Path(path).parents if not part.is_dir())
-            raise
-
-    def open_there(path: Any, *args: Any, **keys: Any) -> Any:
-        if isinstance(path, Path) and not absent.isdisjoint(path.parents):
-            raise FileNotFoundError(2, "No such file or directory", str(path))
-        return opened(path, *args, **keys)
+    checkpoints, made = trained(folder), Path.mkdir
 
     def make_late(path: Path, *args: Any, **keys: Any) -> None:
         time.sleep(0.3)
         made(path, *args, **keys)
 
-    if dist.get_rank() == 1:
-        os.stat, io.open = look, open_there
-    else:
-        Path.mkdir = make_late  # type: ignore[method-assign]
-    save_steps(checkpoints, 1)
-    checkpoints.close()
+    Path.mkdir = make_late  # type: ignore[method-assign]
+    with nfs_client() if dist.get_rank() == 1 else nullcontext():
+        save_steps(checkpoints, 1)
+        checkpoints.close()
     return checkpoints.failure
 
 

@@ -13,8 +13,11 @@ from typing import Any
 import pytest
 
 from fsdp_jobs.node.rank_logs import LogKeeper
-from fsdp_jobs.run.tail import TIMES, Logs, follow_files, last_lines, read_json_lines
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.tail import TIMES, Logs, Tail, follow_files, last_lines, read_json_lines
+from fsdp_jobs.run.verdict import Verdict
 from tests.jobs import cli, environment, job
+from tests.nfs import nfs_client
 
 
 def test_lines_of_nodes_come_in_the_order_they_were_written(tmp_path: Path) -> None:
@@ -177,3 +180,15 @@ def test_numbers_that_only_pythons_json_has_are_read_and_torn_lines_are_not(tmp_
     file = tmp_path / "metrics.jsonl"
     file.write_text('{"loss": NaN}\n{"loss": -Infinity}\n{"loss": 1e400}\n{"loss": 2.\n{"loss": 3}\n')
     assert [str(line["loss"]) for line in read_json_lines(file)] == ["nan", "-inf", "inf", "3"]
+
+
+def test_what_another_machine_begins_to_write_is_seen_at_once_simulated_nfs(tmp_path: Path) -> None:
+    run, verdict = RunDir(tmp_path / "run"), Verdict("done", "stop", "all steps are done")
+    run.attempt(0).mkdir(parents=True)
+    with nfs_client():
+        metrics = Tail(run.metrics)
+        assert Verdict.final(run) is None and [*metrics.records()] == []
+        for file, text in ((run.verdict(0), verdict.to_json()), (run.metrics, '{"step": 1}')):
+            subprocess.run(["sh", "-c", 'echo "$1" > "$0"', file, text], check=True)
+        assert Verdict.final(run) == verdict
+        assert [*metrics.records()] == [{"step": 1}]

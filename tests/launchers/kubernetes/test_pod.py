@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,6 +19,7 @@ from fsdp_jobs.run.events import append_line
 from fsdp_jobs.run.identity import Identity
 from fsdp_jobs.run.tail import Tail, read_json_lines
 from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_FAILED, Verdict
+from tests.nfs import nfs_client
 
 
 class Logs:
@@ -206,3 +208,11 @@ def test_nodes_end_when_their_job_was_refused_before_its_files_came(
 def test_nodes_do_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pod, "_FILES_S", 0.0)
     assert pod.follow(RunDir(tmp_path / "runs" / "x"), "app", ["--node", "0"]) == EXIT_DONE
+
+
+def test_a_nodes_pod_sees_at_once_that_the_jobs_files_have_come_simulated_nfs(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "run")
+    with nfs_client():
+        assert not pods_write_here(run, "app-1")
+        subprocess.run(["sh", "-c", 'mkdir -p "${0%/*}"; printf app-1 > "$0"', run.written_by], check=True)
+        assert pods_write_here(run, "app-1")
