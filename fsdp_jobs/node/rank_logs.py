@@ -16,9 +16,11 @@ from fsdp_jobs.config.resolve import accelerator_of_node
 from fsdp_jobs.node import accelerate_env
 from fsdp_jobs.node.rendezvous import CoordinatorRendezvous
 from fsdp_jobs.plan.layout import Layout
+from fsdp_jobs.plan.topology import expand_hostlist
 from fsdp_jobs.run.beside import start_thread
 from fsdp_jobs.run.directory import replacing
 from fsdp_jobs.run.env import LAYOUT_ENV, LOG_ENV, ROUND_ENV, STACKS_ENV, TERM_ENV
+from fsdp_jobs.run.processes import gloo_interface
 from fsdp_jobs.run.tail import TIMES, rank_of
 
 _EVERY_S = 1.0  # between two checks of the logs' sizes
@@ -64,6 +66,7 @@ class RankLogs(LogsSpecs):
             defaults = _allocator()
         recorded = next((os.environ[name] for name in _RECORDER_ENV if name in os.environ), _RECORDED)
         defaults |= dict.fromkeys(_RECORDER_ENV, recorded)
+        defaults |= gloo_interface([envs[0]["MASTER_ADDR"], *expand_hostlist(current.hosts)])
         for local_rank, env in envs.items():
             error_file = self.folder / f"error-{local_rank}.json"
             error_file.unlink(missing_ok=True)

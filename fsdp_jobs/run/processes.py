@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import cache
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 
 import psutil
@@ -26,6 +27,7 @@ from fsdp_jobs.run.env import HOST_ENV, RUN_DIR_ENV
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _FILES = 1 << 20
 _RETRY_S = 0.02
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _RECORDED_S = 2.0  # within which a started process is recorded
 
 # What clusters and users send to have a job save and stop.
@@ -140,6 +142,39 @@ def wildcards() -> list[str]:
     except OSError:  # the kernel has no IPv6, or it is turned off
         return ["0.0.0.0"]
     return ["0.0.0.0", "::"]
+
+
+def gloo_interface(others: Iterable[str]) -> dict[str, str]:
+    """Return the variable by which gloo takes the network interface towards the first other machine.
+
+    Without it gloo takes the address of this machine's name, which on Debian's default /etc/hosts only this machine
+    reaches (127.0.1.1). Empty if the name has another address, the user has set the variable, or there is no other
+    machine.
+
+    Args:
+        others: names or addresses of the job's machines, this one perhaps included.
+    """
+    named = next(_own_addresses(socket.gethostname()), None)
+    if _GLOO_INTERFACE in os.environ or (named is not None and not named.is_loopback):
+        return {}
+    ways = (own for host in others for own in _own_addresses(host, reach=True) if not own.is_loopback)
+    own = str(next(ways, None))
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(a.address.partition("%")[0] == own for a in addresses):
+            return {_GLOO_INTERFACE: name}
+    return {}
+
+
+def _own_addresses(host: str, reach: bool = False) -> Iterator[IPv4Address | IPv6Address]:
+    """Yield the addresses of `host` that are this machine's or, with `reach`, this machine's on the way to `host`."""
+    with suppress(OSError):
+        for family, _, _, _, address in socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM):
+            with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as s:
+                if reach:
+                    s.connect(address)  # sends nothing
+                else:
+                    s.bind((address[0], 0, *address[2:]))
+                yield ip_address(s.getsockname()[0].partition("%")[0])
 
 
 def visible_gpus() -> list[str]:

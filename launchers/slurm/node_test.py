@@ -22,6 +22,7 @@ from typing import Any
 
 from fsdp_jobs.run.beside import wait_until
 from fsdp_jobs.run.directory import write_atomic
+from fsdp_jobs.run.processes import gloo_interface
 from fsdp_jobs.run.record import Record
 
 BEGINS_S = 600.0  # for all nodes to begin: an image or Python's packages may come from slow storage
@@ -186,6 +187,7 @@ def examine(folder: Path, nproc: int, store_at: str, hosts: Sequence[str], rank:
     except RuntimeError as e:  # DistError is one
         report.problems.append(f"cannot reach {store_at}: {str(e).splitlines()[0]}")
         return report
+    os.environ |= gloo_interface(hosts)
     for turn in (0, 1):
         partner = rank + (1 if rank % 2 == turn else -1)  # the neighbour on one side, then the one on the other
         if not 0 <= partner < len(hosts):
