@@ -157,10 +157,11 @@ class Server:
             del self._strangers[oldest]
             oldest.transport.abort()
         self._strangers[writer] = None
-        challenge = messages.Challenge(secrets.token_hex())
+        challenge, received = messages.Challenge(secrets.token_hex()), b""
         try:
             _send(writer, challenge)
-            received = await asyncio.wait_for(reader.readline(), _PROVE_S)
+            with suppress(ConnectionError):  # closed before it was read
+                received = await asyncio.wait_for(reader.readline(), _PROVE_S)
             if not received and writer in self._strangers:
                 return False  # it only checked whether the port is open, as a guard does on SLURM
             _send(writer, welcome(self.token, COORDINATOR, challenge, received))

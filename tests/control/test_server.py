@@ -169,11 +169,12 @@ def test_strangers_fill_neither_descriptors_nor_the_log(
     caplog.set_level(logging.INFO)
 
     def talk(port: int, server: Server) -> None:
-        looks = Stranger(port)  # as a guard does, every few seconds
-        looks.receive()
-        looks.lines.close()
-        looks.socket.close()
-        until(lambda: not server._strangers)
+        for reads in (True, False):
+            looks = Stranger(port)  # as a guard does, every few seconds
+            looks.receive() if reads else looks.socket.recv(1, socket.MSG_PEEK)
+            looks.lines.close()
+            looks.socket.close()
+            until(lambda: not server._strangers)
         assert not server._refused and not caplog.text
         held = [Stranger(port) for _ in range(40)]
         until(lambda: len(server._strangers) == 9)
