@@ -81,9 +81,11 @@ _EPOCH = re.compile(
 # Not `Train Epoch: 1 [640/60000 (1%)]`, which are samples.
 _OF_EPOCH = re.compile(
     rf"\b(?=[et]){_NO_TRAINING}(?:epoch(?:: \[|\(train\) +\[| +\[?)|train: \[?)(?P<epoch>\d+)(?!\d*%)(?:/\d+)?[\]:\s]*"
-    r"(?:[\[(]?train(?:ing)?[\])]?:\s*)?(?:\d+%\|.*\|(?!\s*0/)|[\[|])\s*(?P<step>\d+)/\s*(?P<steps>\d+)",
+    r"(?:[\[(]?train(?:ing)?[\])]?:\s*)?(?:\d+%\|.*\|(?!\s*0/)|\|[^|]*\|(?=\s*[1-9]\d*/\?)|(?=[1-9]\d*it \[)|[\[|])\s*"
+    r"(?P<step>\d+)(?:/\s*(?:(?P<steps>\d+)|\?)|it \[)",
     re.IGNORECASE,
 )
+_RESUMED = re.compile(r"^Training: \|.*\| (?P<step>[1-9]\d*)/\? \[")  # Lightning's bar up to the end of the epoch
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ class Reading:
     step: int
     steps: int | None = None  # the total; beside an epoch, the epoch's last
     loss: float | None = None
-    epoch: int | None = None
+    epoch: int | None = None  # -1: that in which the program has resumed
 
 
 class Reader:
@@ -121,7 +123,10 @@ class Reader:
         if loss and _EVALUATION.search(line):
             return None
         if (of_epoch := _groups(_OF_EPOCH, line)) and (loss or "%|" in line):
+            of_epoch["steps"] = of_epoch["steps"] or of_epoch["step"]  # a bar without an end
             return _reading(of_epoch | loss)
+        if loss and (resumed := _groups(_RESUMED, line)):
+            return _reading(resumed | loss | {"epoch": "-1"})
         if self._loss and (bar := _groups(_BAR, line)):
             bar |= self._loss
             self._loss = {}
@@ -255,6 +260,12 @@ class _Followed:
         """
         if (epoch := reading.epoch) is None:
             return reading
+        if epoch < 0:  # known is only that it is none after those recorded
+            newest = next(newest_json_lines(self.run.metrics), {})
+            if newest.get("epoch") != 0:
+                return replace(reading, step=-1)
+            epoch = 0
+            reading = replace(reading, epoch=0, steps=newest.get("epoch_end"))
         is_recorded = False
         if self.epoch is None:
             lines = (line for line in newest_json_lines(self.run.metrics) if line.get("epoch", epoch + 1) <= epoch)

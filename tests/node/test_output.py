@@ -57,6 +57,10 @@ LIGHTNING = "Epoch 1:  50%|█████     | 50/100 [00:05<00:05, 9.80it/s, 
         (ESPNET, Reading(1364, None, 68.7, epoch=1)),
         ("Epoch 0: :   5%|▌         | 5/100 [00:10<03:10, reduced_train_loss=10.9]", Reading(5, 100, 10.9, epoch=0)),
         (LIGHTNING, Reading(50, 100, 2.31, epoch=1)),
+        ("Epoch 0: |          | 31/? [00:06<00:00,  4.84it/s, train_loss=0.469]", Reading(31, 31, 0.469, epoch=0)),
+        ("Epoch 3: 31it [00:06,  4.84it/s, loss=0.469]", Reading(31, 31, 0.469, epoch=3)),
+        ("Training: |          | 31/? [00:06<00:00,  4.84it/s, train_loss=0.469]", Reading(31, None, 0.469, epoch=-1)),
+        ("Training: |          | 0/? [00:00<?, ?it/s, train_loss=0.258, val_loss=0.153]", None),
         (DIFFUSERS, Reading(50, 500, 0.12)),
         (LITGPT, Reading(110, None, 2.34, epoch=2)),
         (DETECTRON, Reading(19, None, 1.5)),
@@ -316,6 +320,28 @@ def test_a_resume_within_an_epoch_counts_from_that_epochs_beginning(tmp_path: Pa
             f.writelines(f"epoch {epoch} step {step}/250 loss 1.0\n" for epoch, step in prints)
         output.close()
     assert [line["step"] for line in read_json_lines(run.metrics)] == [0, 200, 250, 470, 460, 490, 730, 470, 740]
+
+
+@pytest.mark.parametrize(
+    ("epochs", "after"), [(1, [(31, 50), (32, 50), (51, 100)]), (2, [(51, 100)])], ids=["first", "unknown"]
+)
+def test_lightnings_bar_after_a_resume_is_read_if_its_epoch_is_certain(
+    tmp_path: Path, epochs: int, after: list[tuple[int, int]]
+) -> None:
+    run, log = RunDir(tmp_path), RunDir(tmp_path).rank_log(0, 0, 0)
+    log.parent.mkdir(parents=True)
+    bar = LIGHTNING.partition("|")[2].replace("50/100", "{}/{}")
+    killed = [f"Epoch {epoch}: 2%|" + bar.format(step, 50) for epoch in range(epochs) for step in (1, 40)]
+    resumed = ["Training: |" + bar.format(step, "?") for step in (0, 31, 32)]
+    for bars in (killed, [*resumed, "Epoch 1: 2%|" + bar.format(1, 50)]):
+        output = OutputMetrics(None, run, 0, 0, [])
+        output.begin_round(ALONE)
+        with log.open("a") as f:
+            f.write("\r".join(bars))
+        output.close()
+    lines = list(read_json_lines(run.metrics))[len(killed) :]
+    assert [(line["step"], line["epoch_end"]) for line in lines] == after
+    assert lines[0]["resumed"] == after[0][0] - 1
 
 
 @pytest.mark.parametrize(
