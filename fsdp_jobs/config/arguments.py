@@ -48,8 +48,7 @@ class ComposingParser(Parser):
         """
         flags, overrides = self.parse_known_args(args)
         if unknown := [o for o in overrides if o.startswith("-")]:
-            is_program = any(o.startswith(("script=", "module=")) for o in overrides)
-            cure = "if it is the program's: script_args='...'" if is_program else "fsdp-jobs --help"
+            cure = "fsdp-jobs --help; if it is a program's: script_args='...', with script= or module="
             raise BadInput(Problem(u, "there is no such flag", meant_by(u) or cure) for u in unknown)
         if flags.config_dir:
             overrides = [search_path(flags.config_dir), *overrides]

@@ -40,7 +40,7 @@ _KEYS = _by_word(  # flags and keys, with underscores for dashes
         "optim.lr={}": "learning_rate",
         "steps=...: optimizer steps in all": "epochs num_epochs num_train_epochs",
         "leave it out: data.global_batch, of all ranks, by data.micro_batch gives it": "gradient_accumulation_steps",
-        "leave it out: the launcher starts the program": "python python3 torchrun",
+        "leave it out: the launcher starts the program": "python python3 torchrun accelerate composer deepspeed launch",
         "leave it out: the launcher sets it": "rdzv_backend rdzv_endpoint rdzv_id rdzv_conf master_addr master_port"
         " node_rank standalone",
     }

@@ -6,6 +6,7 @@ import importlib.util
 import os
 import re
 import shlex
+import shutil
 import sys
 from collections.abc import Iterator
 from importlib.machinery import PathFinder
@@ -13,6 +14,11 @@ from pathlib import Path
 
 from fsdp_jobs.config.errors import Problem, nearest
 from fsdp_jobs.config.schema import JobConfig, NoModelConfig
+
+_LAUNCHERS = (  # programs and modules that start a node's ranks
+    *("torchrun", "accelerate", "composer", "deepspeed"),
+    *("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch", "composer.cli.launcher"),
+)
 
 
 def program_problems(config: JobConfig, files: bool, shares_files: bool) -> Iterator[Problem]:
@@ -26,6 +32,10 @@ def program_problems(config: JobConfig, files: bool, shares_files: bool) -> Iter
         if isinstance(config.model, NoModelConfig):
             yield Problem("model=none", "the trainer needs a model", "script=train.py, or another model")
         return
+    program = module or Path(script or "").name
+    if program in _LAUNCHERS and config.nproc_per_node != 1:
+        what = "starts a node's ranks itself, and each rank of this job would start it"
+        yield Problem(program, what, "leave it out: the job starts what follows it; or nproc_per_node=1")
     if config.program.metrics is not None:
         yield from _pattern(config.program.metrics)
     try:
@@ -59,7 +69,7 @@ def _file(script: str) -> Iterator[Problem]:
     elif not path.exists():
         files = [str(f) for f in path.parent.glob("*") if f.is_file()]
         what = f"there is no such file in {Path.cwd()}" if not path.is_absolute() else "there is no such file"
-        yield Problem(where, what, nearest(script, files))
+        yield Problem(where, what, f"script={found}" if (found := shutil.which(script)) else nearest(script, files))
     elif not script.endswith(".py") and not os.access(path, os.X_OK):
         yield Problem(where, "is neither Python (.py) nor executable", f"chmod +x {shlex.quote(script)}")
 

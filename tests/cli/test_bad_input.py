@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -72,7 +73,12 @@ CASES = [
     (["plan", "--multirun", "seed=1,2"], "there is no such flag"),
     (["plan", "torchrun", "-m", "pkg.train"], "-> leave it out"),
     (["torchrun", "train.py"], "-> leave it out"),
-    (["module=pkg.train", "--x", "3"], "-> if it is the program's: script_args='...'"),
+    (["accelerate", "launch", "train.py"], "launch: is not of the form key=value\n      -> leave it out"),
+    (["-m", "torch.distributed.run", "train.py"], "torch.distributed.run: starts a node's ranks itself"),
+    (["script=/opt/bin/composer", "script_args=train.py"], "-> leave it out: the job starts what follows it"),
+    (["nodes=1", "tune", "run", "recipe", "--config", "x.yaml"], "if it is a program's: script_args='...'"),
+    (["script=sh", "script_args=run.sh"], f"      -> script={shutil.which('sh')}\n"),
+    (["module=pkg.train", "--x", "3"], "if it is a program's: script_args='...'"),
     (["--multirun", "--cfg", "job", "seed=1,2"], "submits, and --cfg prints"),
     (["--cfg", "job", "optim.lrr=1"], "did you mean optim.lr?"),
     (["--info", "config", "-cd", ".", "fsdp=hybrid"], "did you mean hybrid_shard or hybrid_shard_zero2?"),
