@@ -73,7 +73,7 @@ CASES = [
     (["plan", "--multirun", "seed=1,2"], "there is no such flag"),
     (["plan", "torchrun", "-m", "pkg.train"], "-> leave it out"),
     (["torchrun", "train.py"], "-> leave it out"),
-    (["accelerate", "launch", "train.py"], "launch: is not of the form key=value\n      -> leave it out"),
+    (["nodes=1", "accelerate", "launch", "train.py"], "launch: is not of the form key=value\n      -> leave it out"),
     (["-m", "torch.distributed.run", "train.py"], "torch.distributed.run: starts a node's ranks itself"),
     (["script=/opt/bin/composer", "script_args=train.py"], "-> leave it out: the job starts what follows it"),
     (["nodes=1", "tune", "run", "recipe", "--config", "x.yaml"], "if it is a program's: script_args='...'"),
