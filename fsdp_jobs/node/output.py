@@ -48,8 +48,10 @@ _EVALUATION = re.compile(
     # or as `test`, if it is a field behind a step, or begins a message as a title,
     r"(?:(?!loss|step|iter|batch|epoch).)*?"
     r"(?:(?:step|iter|batch|epoch)(?:(?!loss).)*?[\[(|]|(?:^|[\[(|])(?=\s*(?-i:T)))\s*test" + _FIELD_END + "|"
+    # or as JSON's object or truth,
+    r"(?:(?!loss).)*?['\"]" + _EVALUATES + r"['\"]:\s*(?:\{|true)|"
     # or as the part of the data that a key names, anywhere.
-    r".*\b(?:split|mode|phase|stage|subset)['\"]?\s*[:=]\s*['\"]?(?:" + _EVALUATES + r"|test\b))",
+    r".*\b(?:split|mode|phase|stage|subset|type|event)['\"]?\s*[:=]\s*['\"]?(?:" + _EVALUATES + r"|test\b))",
     re.IGNORECASE,
 )
 _NO_PART = "(?<!aux )(?<!balance )(?<!best )(?<!z-)"  # of a loss that has several
@@ -60,17 +62,19 @@ _LOSS = re.compile(
     rf"['\"]?\s*[:=]?\s*['\"]?(?:tensor\()?(?!0(?![.\d]))(?P<loss>{_NUMBER})",  # 0 is a sum that has not begun
     re.IGNORECASE,
 )
+_NO_STEP = "(?<!micro[ -])(?<!accumulation )(?<!warmup[ -])"
 _WENET = r"(?<=debug )train(?: \| steps/sec [\d.]+\|)? batch "  # epoch/step
 _STEP = re.compile(
-    rf"\b(?=[begins-t\d]){_NO_TRAINING}"  # its first letters: to look back takes longer
+    rf"\b(?=[begins-t\d]){_NO_TRAINING}{_NO_STEP}"  # its first letters: to look back takes longer
     r"(?:training +\[ *(?=\d+/\d+\] +eta)|iter\(train\) +\[ *|(?<!\|)\d+(?:\||, +)(?=\d+(?:\||\] )loss)|"
     rf"{_WENET}\d+/|train:\d+-(?=\d+batch:)|"
     r"(?:global[_ ]?step|step|iter(?:ation)?|num_update|"
-    r"(?<=\[)batch|batch(?=\W+\d+/\d)|epoch\W+\d+(?:/\d+)?\W+batch(?!.*\b(?:step|iter)))s?['\"]?\s*[:=#]?\s*['\"\[]?)"
+    r"(?<=\[)batch|batch(?=\W+\d+/\d)|epoch\W+\d+(?:/\d+)?\W+batch(?!.*\b(?:step|iter)))"
+    r"(?:s(?!.*\b(?:step|iter)['\"]?\s*[:=]?\s*\d))?['\"]?\s*[:=#]?\s*['\"\[]?)"  # not of `steps 9 | step 1`
     r"(?:\d+%\|.*\|\s*)?(?P<step>\d[\d,]*)(?![\d.]*(?!batch:)[\w%])(?:\s*(?:/|of)\s*(?P<steps>\d[\d,]*))?",
     re.IGNORECASE,
 )
-_WORD_END = re.compile(r"[^\W\d] ")  # `max steps 9` is not a step if there is another
+_WORD_END = re.compile(r"[^\W\d][ /-]")  # `max steps 9` and `ms/step 9` are no step if there is another
 _HEADING = re.compile(r"\[(?:step|batch)=[^]]*\]:?$")  # the indented lines below it belong to its step
 _WORDS = ("loss", "step", "iter", "[batch", "%|")  # a line with none of them shows nothing
 _BAR = re.compile(r"^\s*\d+%\|.*\| (?P<step>\d+)/(?P<steps>\d+) \[")
@@ -132,7 +136,7 @@ class Reader:
             self._loss = {}
             return _reading(bar)
         if line.lstrip().startswith("{"):
-            self._loss = loss
+            self._loss = {"loss": None} if "'train_runtime'" in line else loss  # a mean over the run
         is_heading = _STEP.fullmatch(line.strip()) or _HEADING.search(line.rstrip())
         step = _plain(_STEP, line) | _groups(_EPOCH, line) if loss or is_heading else {}
         before = self._step

@@ -81,6 +81,10 @@ LIGHTNING = "Epoch 1:  50%|█████     | 50/100 [00:05<00:05, 9.80it/s, 
         ("run-eval: step 100 | loss 2.3 | val: 2.4", Reading(100, None, 2.3)),
         ("step 100 | val: 2.4 | aux loss 0.1 | z-loss 0.01 | ce-loss 2.3", Reading(100, None, 2.3)),
         ("batch: 8, loss 2.3", None),
+        ('{"steps": 1000, "step": 10, "loss": 2.3}', Reading(10, None, 2.3)),
+        ("ms/step: 120 | step: 10 | loss: 2.3", Reading(10, None, 2.3)),
+        ("micro-batch 3/8 | step 10/100 | loss 2.3", Reading(10, 100, 2.3)),
+        ("micro step 3/8 loss 2.3", None),
         ("step 10, loss 2.3", Reading(10, None, 2.3)),
         ("Step 10. Loss 2.3.", Reading(10, None, 2.3)),
         ("10% of steps 10% loss 2.3", None),
@@ -133,9 +137,10 @@ def test_the_trainer_tells_its_loss_and_its_bar_the_step() -> None:
         " 10%|█         | 10/100 [00:02<00:20,  4.5it/s]",
         "{'eval_loss': 2.5, 'eval_runtime': 1.2, 'epoch': 0.1}",
         " 11%|█         | 11/100 [00:02<00:20,  4.5it/s]",
-        "{'train_runtime': 9.9, 'train_loss': 2.2, 'epoch': 1.0}",
+        "{'train_runtime': 9.9, 'train_loss': 2.2, 'epoch': 1.0}",  # of the whole run
+        "100%|██████████| 100/100 [00:20<00:00,  4.5it/s]",
     ]
-    assert [r for line in lines if (r := reader.read(line))] == [Reading(10, 100, 2.3404)]
+    assert [r for line in lines if (r := reader.read(line))] == [Reading(10, 100, 2.3404), Reading(100, 100)]
 
 
 def test_a_step_and_its_loss_may_have_a_line_each() -> None:
@@ -347,6 +352,9 @@ def test_lightnings_bar_after_a_resume_is_read_if_its_epoch_is_certain(
 @pytest.mark.parametrize(
     "line",
     [
+        '{"step": 10, "val": {"loss": 2.5}}',
+        '{"eval": true, "step": 10, "loss": 2.5}',
+        '{"type": "eval", "step": 10, "loss": 2.5}',
         "step 100 | val | loss 2.5",
         "[step 100] val: loss=2.5 acc=0.5",
         "Step 100 Eval: loss 2.3",
