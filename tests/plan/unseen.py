@@ -23,6 +23,8 @@ ATORCH = "github.com/intelligent-machine-learning/dlrover atorch/examples/llama2
 TINY = "github.com/jzhang38/TinyLlama README.md at 026587c"  # fused kernels, here compile; the network is not stated
 TITAN_929 = "github.com/pytorch/torchtitan issues/929, 7 March 2025"
 AO = "github.com/pytorch/ao torchao/prototype/float8nocompile"  # batch 1, as its memory says
+# H100, the number not stated: one node, as the scripts' default; a fused or compiled loss, in the plan an eager one
+OLMO = "allenai/OLMo-core README.md at v1.5.0, src/scripts/train/OLMo-*B.py"
 LEONARDO = "github.com/Modalities/modalities docs/scaling_experiments/scaling_leonardo.md at 8a9b661"
 MARENOSTRUM = "github.com/Modalities/modalities docs/scaling_experiments/scaling_mn5.md at 5644c95"
 
@@ -37,6 +39,9 @@ GPT = {"2.7b": (2560, 32, 32), "6.7b": (4096, 32, 32), "13b": (5120, 40, 40), "2
 MODELS = {
     **LLAMA,
     "tinyllama": LlamaConfig(vocab_size=32000, dim=2048, n_layers=22, n_heads=32, n_kv_heads=4, ffn_dim=5632),
+    "olmo 1b": LlamaConfig(vocab_size=100352, dim=2048, n_layers=18, n_heads=16, n_kv_heads=16, ffn_dim=8192),
+    "olmo 7b": LlamaConfig(vocab_size=100352, dim=4096, n_layers=32, n_heads=32, n_kv_heads=32, ffn_dim=11008),
+    "olmo 13b": LlamaConfig(vocab_size=100352, dim=5120, n_layers=40, n_heads=40, n_kv_heads=40, ffn_dim=13824),
 } | {
     name: LlamaConfig(vocab_size=50304, dim=d, n_layers=n, n_heads=heads, n_kv_heads=heads, ffn_dim=8 * d // 3)
     for name, (d, n, heads) in GPT.items()
@@ -132,6 +137,9 @@ UNSEEN = (
     Unseen(AO, "llama3 8b", "h100", 8, 4096, 1, 5339, known=TITAN),
     Unseen(AO, "llama3 8b", "h100", 8, 4096, 1, 4882.4, "every_n", known=TITAN),
     Unseen(AO, "llama3 8b", "h100", 8, 4096, 1, 4502, "full", known=TITAN),
+    Unseen(OLMO, "olmo 1b", "h100", 8, 4096, 4, 44000, compiled=True, accumulate=32),
+    Unseen(OLMO, "olmo 7b", "h100", 8, 4096, 2, 10000, compiled=True, accumulate=64),
+    Unseen(OLMO, "olmo 13b", "h100", 8, 4096, 1, 4600, compiled=True, accumulate=256),
 )  # fmt: skip
 SCALED = (*_site(LEONARDO, _LEONARDO_ROWS), *_site(MARENOSTRUM, _MARENOSTRUM_ROWS))
 
