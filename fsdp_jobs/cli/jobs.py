@@ -20,6 +20,7 @@ from fsdp_jobs.config.arguments import RUNS_DIR, ComposingParser, overrides_in, 
 from fsdp_jobs.config.errors import BadInput, nearest
 from fsdp_jobs.config.groups import CONF_DIR
 from fsdp_jobs.config.hydra import as_hydra_reads, compose_job, key_of, register_schemas
+from fsdp_jobs.config.program import launcher_in
 from fsdp_jobs.config.resolve import silence_s
 from fsdp_jobs.config.schema import PROGRAM_KEYS, TRAINERS_KEYS
 from fsdp_jobs.config.terminal import console, print_json, say
@@ -68,6 +69,9 @@ def submit(args: list[str]) -> int:
 def _submit(overrides: Sequence[str], output: str | None = None, as_json: bool = False) -> int:
     (config,) = composed([overrides])
     _say_unused(overrides)
+    if launcher := launcher_in(config):
+        cure = f"nproc_per_node=1, or `exec python` in place of {launcher}"
+        say(f"{config.script}: if it starts {launcher} in the job, each rank starts a node's ranks: {cure}", "yellow")
     (job,) = submission.prepare([config])
     if output and (not config.dry_run or output != job.launcher.output):
         what = f"a dry run with {job.launcher.name} shows {job.launcher.output}"

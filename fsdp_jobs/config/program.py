@@ -9,6 +9,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -18,6 +19,11 @@ from fsdp_jobs.config.schema import JobConfig, NoModelConfig
 _LAUNCHERS = (  # programs and modules that start a node's ranks
     *("torchrun", "accelerate", "composer", "deepspeed"),
     *("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch", "composer.cli.launcher"),
+)
+_STARTED = re.compile(  # as a command in a shell script
+    r"^[ \t]*(?:\w+=\S*[ \t]+|exec[ \t]+)*(?:srun[ \t][^#\n]*?)?(?:\S*/|python3?[ \t]+-m[ \t]+)?"
+    rf"({'|'.join(_LAUNCHERS)})[ \t\n]",
+    re.MULTILINE,
 )
 
 
@@ -47,6 +53,16 @@ def program_problems(config: JobConfig, files: bool, shares_files: bool) -> Iter
     if files and module is not None and shares_files and not _can_be_found(module):
         what = "there is no such module here"
         yield Problem(f"module={module}", what, "as for python -m, submitted from the folder that it is in; or script=")
+
+
+def launcher_in(config: JobConfig) -> str:
+    """Return the launcher that a script which is not Python may start for each rank, or the empty string."""
+    if config.script is None or config.script.endswith(".py") or config.nproc_per_node == 1:
+        return ""
+    with suppress(OSError), Path(config.script).open(errors="replace") as f:  # else the nodes have it
+        if found := _STARTED.search(f.read(1 << 16)):
+            return found[1]
+    return ""
 
 
 def _pattern(pattern: str) -> Iterator[Problem]:

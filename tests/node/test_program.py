@@ -18,6 +18,7 @@ from fsdp_jobs.config.arguments import search_path
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.habits import program_as_overrides
 from fsdp_jobs.config.hydra import compose_job, compose_jobs
+from fsdp_jobs.config.program import launcher_in
 from fsdp_jobs.config.schema import JobConfig, dump_config, load_config
 from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.docker import containers
@@ -87,6 +88,21 @@ def test_keys_that_only_the_trainer_reads_are_named(folder: Path) -> None:
     said = cli(folder, *given, "dry_run=true").stdout
     assert "steps=7, optim.lr=0.1, data=tokens: no effect on your program" in said, said
     assert "no effect" not in cli(folder, "steps=7", "dry_run=true").stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "nproc", "said"),
+    [
+        ("srun --label torchrun --nproc-per-node=2 train.py", 2, "torchrun"),
+        ("OMP_NUM_THREADS=1 exec python -m torch.distributed.run train.py", 2, "torch.distributed.run"),
+        ("torchrun --nproc-per-node=2 train.py", 1, ""),
+        ("# was: torchrun train.py\nexec python train.py --deepspeed composer", 2, ""),
+    ],
+)
+def test_a_launcher_in_a_shell_script_is_named(tmp_path: Path, line: str, nproc: int, said: str) -> None:
+    script = tmp_path / "run.sh"
+    script.write_text(f"#!/bin/sh\n{line}\n")
+    assert launcher_in(compose_job([f"script={script}", f"nproc_per_node={nproc}"])) == said
 
 
 @pytest.mark.parametrize("text", ["--lr=3e-4 --names a,b", "--text 'two words'", "5", "--set {a: 1} [x]", ""])
