@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from shutil import which
 
 from rich.table import Table
 from rich.text import Text
@@ -97,7 +98,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if verb == "submit" and args and args[0].isidentifier():
             word = args[0]
             meant = f"fsdp-jobs {habits.VERBS[word]}" if word in habits.VERBS else habits.meant_by(word)
-            raise BadInput.at(word, "not a verb", meant or nearest(word, VERBS) or "fsdp-jobs --help")
+            program = f"a program: script={found}" if (found := which(word)) else ""
+            cure = " ".join(filter(None, [nearest(word, VERBS), program])) or "fsdp-jobs --help"
+            raise BadInput.at(word, "not a verb", meant or cure)
         if verb == "submit" and {"--help", "-h"} & {*args[: habits.program_at(args)]}:
             show_help()
             return 0

@@ -106,6 +106,7 @@ CASES = [
     (["nodes", "4"], "nodes: not a verb\n      -> nodes=...\n"),
     (["plan", "cluster", "slurm"], "cluster: is not of the form key=value\n      -> cluster=...\n"),
     (["name=my run"], "-> my-run; runs_dir="),
+    (["sh", "run.sh"], f"sh: not a verb\n      -> a program: script={shutil.which('sh')}\n"),
     (["status", "runs/first_1"], "-> first_1; runs_dir="),
     (["data.vocab_size=32000"], "-> a larger model.vocab_size, or other data\n"),
     (["checkpoint.dir=s3://nobodys/runs"], "checkpoint.dir=s3://nobodys/runs: cannot be read: NoCredentialsError"),
