@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
@@ -16,6 +17,7 @@ from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.launchers.kubernetes.api import Api
 
 _CONNECTIONS = 32
+_LOG_IN_EVERY_S = 300.0  # of a user who is logged out: a plugin may open a browser
 _NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
@@ -29,21 +31,26 @@ class Login:
     def __init__(self, log_in: Callable[[], tuple[Any, str]]):
         self._log_in, self._lock, self._has_worked = log_in, threading.Lock(), False
         self.client, self.namespace = log_in()
+        self._logged_in_at = time.monotonic()
 
     def request(self, request: Callable[[Any], Any]) -> Any:
         """Return the answer to a request with the client; with a new one if the server took its credentials before.
 
-        Tokens and certificates of plugins and files expire, and few of them come with the time when.
+        Tokens and certificates of plugins and files expire, and few of them come with the time when. A user who is
+        logged out may log in again in another terminal, so it is tried again, but not often.
         """
         client = self.client
         answer = request(client)
-        if answer.status != 401:
+        is_anonymous = answer.status == 403 and b"system:anonymous" in answer.data  # the plugin has failed
+        if answer.status != 401 and not is_anonymous:
             self._has_worked = True
             return answer
         with self._lock:  # once for all threads
-            if self.client is client and self._has_worked:
+            waited = time.monotonic() - self._logged_in_at > _LOG_IN_EVERY_S
+            if self.client is client and (self._has_worked or waited):
                 self._has_worked = False
                 self.client, _ = self._log_in()
+                self._logged_in_at = time.monotonic()
         return answer if self.client is client else request(self.client)
 
 
@@ -91,7 +98,8 @@ def _log_in(context: str | None, files: str | None) -> tuple[Any, str]:
             config.load_kube_config(files, name, configuration)
             namespace = chosen["context"].safe_get("namespace") or "default"
             server = kubeconfig["clusters"].get_with_name(chosen["context"]["cluster"])["cluster"]
-            configuration.proxy = server.safe_get("proxy-url") or configuration.proxy
+            if proxy := server.safe_get("proxy-url"):
+                configuration.proxy, configuration.no_proxy = proxy, None  # NO_PROXY is for proxies of the environment
         configuration.retries, configuration.connection_pool_maxsize = False, _CONNECTIONS
         return client.ApiClient(configuration), namespace
     except (config.ConfigException, yaml.YAMLError, OSError, TypeError, AttributeError, ValueError) as e:

@@ -305,7 +305,9 @@ def _handler(api: SimulatedApi) -> type[BaseHTTPRequestHandler]:
             time.sleep(api.latency_s)
             api._served.append((begin, time.monotonic()))
             try:
-                if self.headers.get("authorization") != f"Bearer {api.token}":
+                if "authorization" not in self.headers:
+                    raise Refused(403, 'forbidden: User "system:anonymous" cannot do this')
+                if self.headers["authorization"] != f"Bearer {api.token}":
                     raise Refused(401, "Unauthorized")
                 patched_as = self.headers.get("content-type")
                 # Seen: a list, a JSON patch, is refused as a merge patch; the library sends either as it likes.

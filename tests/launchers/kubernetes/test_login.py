@@ -11,6 +11,7 @@ import yaml
 
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.hydra import compose_job
+from fsdp_jobs.launchers.kubernetes import login
 from fsdp_jobs.run.processes import free_port
 from fsdp_jobs.run.state import State
 from fsdp_jobs.submit import submit as submission
@@ -67,6 +68,23 @@ def test_a_plugin_whose_user_is_logged_out_is_not_called_for_each_request(
     assert len((tmp_path / "logins").read_text().splitlines()) == 2
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_who_logs_in_again_in_another_terminal_is_heard_in_this_one(
+    api: SimulatedApi, plugin: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """A plugin that fails leaves the client without a token: to the server an anonymous user."""
+    handle = submit()
+    api.token = "another"
+    works = plugin.read_text()
+    plugin.write_text("#!/bin/sh\nexit 1\n" if fails else works)
+    assert "log in again" in describe([handle])[handle].message
+    plugin.write_text(works)
+    (tmp_path / "token").write_text(api.token)
+    assert "log in again" in describe([handle])[handle].message  # not asked for each request
+    monkeypatch.setattr(login, "_LOG_IN_EVERY_S", 0)
+    assert describe([handle])[handle].state is State.QUEUED
+
+
 def submitted_to(*overrides: str) -> str:
     """Submit a job; return the namespace in its handle."""
     (handle,) = submission.submit(submission.prepare([compose_job([*JOB, *overrides])]), [[]])
@@ -80,8 +98,12 @@ def test_a_kubeconfig_without_a_current_context_is_enough_for_who_names_one(api:
     assert submitted_to("cluster.context=test") == "team"
 
 
-def test_an_api_behind_the_proxy_that_the_kubeconfig_names(api: SimulatedApi) -> None:
-    """A proxy gets whole URLs; the simulated server takes their paths. Without it nobody answers."""
+def test_an_api_behind_the_proxy_that_the_kubeconfig_names(api: SimulatedApi, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy gets whole URLs; the simulated server takes their paths. Without it nobody answers.
+
+    NO_PROXY is for the environment's proxies: kubectl does not apply it to this one.
+    """
+    monkeypatch.setenv("NO_PROXY", "10.0.0.0/8")
     kubeconfig(cluster={"server": f"http://10.255.255.1:{free_port()}", "proxy-url": api.url})
     assert submitted_to() == "team"
 
