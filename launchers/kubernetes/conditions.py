@@ -58,6 +58,16 @@ def end_of(body: Object) -> str | None:
     return next((word for word in known if word in _ENDS), None)
 
 
+def why_ended(root: Object, pods: list[Object]) -> str:
+    """Return how a job has ended of which no pod tells it: in the words of its Job's controller."""
+    ends = (c.get("message", "") for c in root.get("status", {}).get("conditions", []) if c["type"] in _ENDS)
+    told = next(ends, "")
+    if any(role_of(pod) == "coordinator" for pod in pods):
+        return told
+    gone = "its pods were deleted before this was seen from here; its run directory on the claim has the rest"
+    return f"{told}; {gone}" if told else gone
+
+
 def is_leaving(api: Api, pods: list[Object]) -> bool:
     """Return whether a job has just ended and its nodes' pods end by themselves.
 
@@ -181,6 +191,10 @@ def _why_pod(api: Api, pod: Object, root: Object) -> str:
     scheduled = conditions.get("PodScheduled", {"status": "True"})
     if scheduled["status"] == "False":
         return f"pod {name} cannot be scheduled: {scheduled.get('message', scheduled.get('reason', ''))}"
+    others = [c["name"] for c in status.get("containerStatuses", []) if "running" in c.get("state", {})]
+    if others and own.get("terminated", {}).get("exitCode"):
+        ended = f"ended with {own['terminated']['exitCode']}, but its container {others[0]}, which admission added"
+        return f"pod {name} {ended}, keeps it from being replaced: kubectl delete pod {name}"
     containers = [*status.get("initContainerStatuses", []), *status.get("containerStatuses", [])]
     for container in containers if "waiting" in own or not own else ():
         waiting = container.get("state", {}).get("waiting", {})

@@ -21,24 +21,27 @@ _OVERLAP_S = 5  # read again, so that no line falls between two requests
 _AT_ONCE = 16  # pods whose logs, of up to 10 MB each, are read at the same time
 
 
-def pull(run: RunDir, api: Api, pods: list[Object]) -> None:
-    """Copy what the pods have published since the last time; not while another command copies."""
+def pull(run: RunDir, api: Api, pods: list[Object]) -> str:
+    """Copy what the pods have published since the last time; not while another command copies.
+
+    Returns:
+        Why a pod's log cannot be read; empty if all can.
+    """
     with (run.submit / "mirror.lock").open("a") as file:
-        if try_lock(file):
-            _Mirror(run).pull(api, pods)
+        return _Mirror(run).pull(api, pods) if try_lock(file) else ""
 
 
 class _Mirror:
     """Copies lines from pods' logs into the same files here, each once: pods may repeat themselves."""
 
     def __init__(self, run: RunDir):
-        self.run = run
+        self.run, self.refusal = run, ""
         self._position = {"offsets": {}, "read_at": {}, "finished": [], **read_json(run.mirrored)}
         self._offsets: dict[str, int] = self._position["offsets"]  # file -> end of the last line copied
         self._read_at: dict[str, float] = self._position["read_at"]  # pod's uid -> seconds since 1970, cluster's clock
         self._finished: list[str] = self._position["finished"]  # uids of pods that have ended and were read to the end
 
-    def pull(self, api: Api, pods: list[Object]) -> None:
+    def pull(self, api: Api, pods: list[Object]) -> str:
         new = [pod for pod in pods if self._may_have_more(api, pod)]
         for first in range(0, len(new), _AT_ONCE):
             now, some = api.time(), new[first : first + _AT_ONCE]
@@ -46,18 +49,21 @@ class _Mirror:
                 if lines is not None:
                     self._take(pod, lines, now)
         write_json(self.run.mirrored, self._position)
+        return self.refusal
 
     def _may_have_more(self, api: Api, pod: Object) -> bool:
         has_begun = own_state(pod).keys() & {"running", "terminated"}
         return bool(has_begun) and pod["metadata"]["uid"] not in self._finished and not is_lost(api, pod)
 
     def _read(self, api: Api, pod: Object, now: float) -> list[str] | None:
-        """Return a pod's newest lines; None if it has just gone or its machine does not answer."""
+        """Return a pod's newest lines; None if they cannot be read."""
         read_at = self._read_at.get(pod["metadata"]["uid"])
         since_s = int(now - read_at) + _OVERLAP_S if read_at is not None and read_at <= now else None
         try:
             return list(api.log(pod["metadata"]["name"], role_of(pod), since_s))
-        except ApiError:
+        except ApiError as e:
+            if e.status not in (400, 404):  # it has just gone
+                self.refusal = f"the log of pod {pod['metadata']['name']} cannot be read: {e}"
             return None
 
     def _take(self, pod: Object, lines: list[str], now: float) -> None:

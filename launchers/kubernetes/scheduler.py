@@ -289,17 +289,18 @@ def _describe(app: _App, api: Api, jobs: list[Object], pods: list[Object]) -> De
             return None
         what = "its objects were deleted, after cluster.keep_hours or by hand, before its end was seen from here"
         return Description(State.UNKNOWN, f"{what}: its run directory on the claim has it; resume goes on from there")
-    state, verdict = conditions.state_of(root, pods), conditions.verdict_of(pods)
+    state, verdict, unread = conditions.state_of(root, pods), conditions.verdict_of(pods), ""
     if run is not None and not pods_write_here(run, app.names.app):
         mirror.pass_on_stop(run, api, pods)
-        mirror.pull(run, api, pods)
+        unread = mirror.pull(run, api, pods)
     if state.is_active:
         why = conditions.why_waiting(api, root, jobs, pods)
         if run is not None and Verdict.final(run) is None:  # else the pods do not know it yet
             why = _note_why(run, api, pods, why)
+        why = why or unread
     else:
         failures = filter(None, (conditions.why_failed(job, pods) for job in [root, *jobs]))
-        why = verdict.reason if verdict is not None else next(failures, "")
+        why = verdict.reason if verdict is not None else next(failures, conditions.why_ended(root, pods))
         if run is not None and state is State.FAILED:  # else the pods have recorded how it ended
             judge(run, verdict or Verdict("infrastructure", "stop", why))
         if not conditions.is_leaving(api, pods):

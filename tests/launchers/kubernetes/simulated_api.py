@@ -338,6 +338,7 @@ def _handler(api: SimulatedApi) -> type[BaseHTTPRequestHandler]:
             pod = api.objects.get(("/pods", name))
             if pod is None:
                 raise Refused(404, f'pods "{name}" not found')
+            api._check("get", "", "pods/log")
             self.send_response(200)
             self.send_header("Transfer-Encoding", "chunked")
             self.end_headers()

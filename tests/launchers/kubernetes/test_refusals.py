@@ -770,6 +770,19 @@ class TestWaiting:
         self.put_pod(api, app, {"phase": "Succeeded", "initContainerStatuses": [killed], "containerStatuses": [own]})
         assert self.said(app)[1] == ""
 
+    def test_a_container_that_keeps_a_failed_pod_from_being_replaced_is_named(
+        self, api: SimulatedApi, app: str
+    ) -> None:
+        """One that is no init container: the pod runs on, and its Job makes no other one."""
+        for job in api.all("batch", "jobs"):
+            job["status"]["active"] = job["spec"]["parallelism"]
+        killed = {"name": "trainer", "state": {"terminated": {"exitCode": 137, "reason": "OOMKilled"}}}
+        self.put_pod(api, app, {"phase": "Running", "containerStatuses": [killed, self.SIDECAR]})
+        state, why = self.said(app)
+        assert state is State.RUNNING and "ended with 137, but its container istio-proxy, which admission added" in why
+        killed["state"]["terminated"]["exitCode"] = 0  # type: ignore[index]
+        assert self.said(app)[1] == "", "the job has ended"
+
     def test_a_readiness_gate_that_is_closed_is_no_silent_machine(self, api: SimulatedApi, app: str) -> None:
         """A kubelet that answers gives the reason why a pod is not ready; who notices its silence gives none."""
         own = {"name": "coordinator", "ready": True, "state": {"running": {}}}
@@ -884,6 +897,19 @@ class TestWaiting:
         said = capsys.readouterr()
         assert "a line of rank 0" in said.out and not said.err
 
+    def test_logs_that_cannot_be_read_are_the_reason_why_nothing_is_known(
+        self, api: SimulatedApi, app: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """A role that was changed; an API server that its kubelets do not let in has 403 or 500, too."""
+        running = {"containerStatuses": [{"name": "trainer", "state": {"running": {}}}]}
+        self.put_pod(api, app, {"phase": "Running", **running})
+        api.denied.add(("get", "pods/log"))
+        assert main(["status", "x"]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert '-node-0-abcde cannot be read: pods/log is forbidden: User "me" cannot get' in said
+        api.denied.clear()
+        assert self.said(app) == (State.RUNNING, "")
+
     def test_many_jobs_take_one_list_of_pods_and_one_of_jobs(self, api: SimulatedApi) -> None:
         handles = []
         for name in ("a", "b", "c"):
@@ -909,6 +935,17 @@ class TestWaiting:
         assert state is State.UNKNOWN and "before its end was seen from here" in why
         listed = {job.app_id: job.state for job in KubernetesLauncher.scheduler("torchx").list()}
         assert listed[app] is AppState.UNKNOWN
+
+    @pytest.mark.parametrize(("end", "state"), [("Failed", State.FAILED), ("Complete", State.DONE)])
+    def test_a_job_whose_pods_went_before_its_end_was_seen(
+        self, api: SimulatedApi, app: str, end: str, state: State
+    ) -> None:
+        """The cluster's garbage collector, or somebody's `kubectl delete pods`."""
+        told = "Container coordinator for pod team/x-0-abcde failed with exit code 1 matching FailJob rule at index 1"
+        conditions = [{"type": end, "status": "True", "message": told}]
+        api.objects["batch/jobs", app.partition(":")[2]]["status"]["conditions"] = conditions
+        described, why = self.said(app)
+        assert described is state and told in why and "its pods were deleted before this was seen from here" in why
 
     def test_a_job_that_is_gone(self, api: SimulatedApi, app: str) -> None:
         KubernetesLauncher().cancel([app])
