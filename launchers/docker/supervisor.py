@@ -40,7 +40,7 @@ class Supervisor:
     def __init__(self, run: RunDir):
         self.run, self.config = run, load_config(run.config)
         self._over_at: float | None = None
-        self._missed: dict[str, float] = {}  # node whose container was removed -> since when
+        self._missed: dict[str, float] = {}  # whose container was removed, or cannot be restarted -> since when
 
     @property
     def _attempt(self) -> int:
@@ -55,16 +55,25 @@ class Supervisor:
             self._over_at = time.monotonic()
         if self._over_at is not None:
             return len(stopped) == len(containers) or time.monotonic() - self._over_at > _LEAVE_S
-        for name in {f"node-{i}" for i in range(most_nodes(self.config))} - containers.keys():
-            if time.monotonic() - self._missed.setdefault(name, time.monotonic()) > _MISSED_S:
-                self._missed[name] = math.inf  # noted
-                why = f"the container of {name} was removed; fsdp-jobs cancel and resume {self.run.name} make a new one"
-                events.record(self.run, self._attempt, events.Waiting(why))
+        absent = {f"node-{i}" for i in range(most_nodes(self.config))} - containers.keys()
+        cure = f"fsdp-jobs cancel and resume {self.run.name} make a new one"
+        troubles = {name: f"the container of {name} was removed; {cure}" for name in absent}
         for name, container in stopped.items():
             exit_code = container["State"]["ExitCode"]
-            if exit_code not in _LEFT:
-                events.record(self.run, self._attempt, events.ProcessRestarted(name, exit_code))
+            if exit_code in _LEFT:
+                continue
+            try:
                 api.start(container["Id"])
+            except docker.errors.APIError as e:  # its disk may be full; it is tried again
+                troubles[name] = f"Docker cannot restart the container of {name}: {e.explanation}"
+                continue
+            events.record(self.run, self._attempt, events.ProcessRestarted(name, exit_code))
+            if self._missed.pop(name, 0.0) == math.inf:
+                events.record(self.run, self._attempt, events.Waiting(""))
+        for name, why in troubles.items():
+            if time.monotonic() - self._missed.setdefault(name, time.monotonic()) > _MISSED_S:
+                self._missed[name] = math.inf  # noted
+                events.record(self.run, self._attempt, events.Waiting(why))
         return False
 
     def _is_over(self, api: docker.APIClient, containers: dict[str, dict[str, Any]]) -> bool:

@@ -29,14 +29,20 @@ class Daemon:
     def __init__(self, **running: bool):
         self.running = {name.replace("_", "-"): state for name, state in running.items()}
         self.removed: list[str] = []
+        self.exit_code, self.disk_is_full = 75, False
         self.are_going = False  # another command removes them, and has not done so yet
 
     def containers(self, **_: Any) -> list[dict[str, Any]]:
         return [{"Id": name} for name in self.running]
 
     def inspect_container(self, name: str) -> dict[str, Any]:
-        state = {"Running": self.running[name], "ExitCode": 75}
+        state = {"Running": self.running[name], "ExitCode": self.exit_code}
         return {"Id": name, "State": state, "Config": {"Hostname": name}}
+
+    def start(self, name: str) -> None:
+        if self.disk_is_full:
+            raise APIError("500 Server Error", Response(), "write .tmp-hostconfig.json: no space left on device")
+        self.running[name] = True
 
     def logs(self, name: str, **_: Any) -> bytes:
         return b"ERROR coordinator cannot work here\nPermissionError: [Errno 13] Permission denied: '/runs/left'\n"
@@ -74,6 +80,28 @@ def test_a_container_that_somebody_removed_is_named_once_its_loss_is_recorded(
     status = RunStatus(run)
     assert len([e for e in status.update() if e.kind == "waiting"]) == 1
     assert "the container of node-1 was removed" in status.reason
+
+
+def test_a_container_that_cannot_be_restarted_is_named_until_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As seen with a full data-root: the others train on, or wait."""
+    monkeypatch.setattr(supervisor, "_MISSED_S", 0.2)
+    run = docker_run(tmp_path)
+    run.events.write_text("".join(run.events.read_text().splitlines(keepends=True)[:-1]))  # it has not ended
+    watching, daemon = supervisor.Supervisor(run), Daemon(coordinator=False, node_0=False, node_1=True)
+    status = RunStatus(run)
+    status.update()
+    daemon.exit_code, daemon.disk_is_full = 137, True
+    for _ in range(6):
+        assert not watching.poll(daemon)
+        time.sleep(0.1)
+    assert [e.kind for e in status.update()] == ["waiting", "waiting"]
+    assert "Docker cannot restart the container of node-0" in status.reason and "no space left" in status.reason
+    daemon.disk_is_full = False
+    watching.poll(daemon)
+    status.update()
+    assert not status.reason and all(daemon.running.values())
 
 
 @pytest.mark.parametrize(("app_id", "keep", "left"), [("left-1", False, 0), ("left-1", True, 2), ("left-0", False, 2)])
