@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import psutil
 import pytest
 from msgspec.structs import replace
 
@@ -53,13 +54,9 @@ def test_a_folder_from_which_nothing_can_be_sent_is_named(tmp_path: Path) -> Non
         assert done.returncode == 2 and f"{run.path}: no run with" in done.stderr and "Traceback" not in done.stderr
 
 
-def sent_lines(run: RunDir) -> int:
-    return int(json.loads(run.tracking.read_text())["offset"]) if run.tracking.exists() else 0
-
-
 def killed_and_recovered(tracked: Job) -> None:
     """The node with rank 0 is killed once half of the steps are done."""
-    tracked.until(lambda: sent_lines(tracked.run) > 0, "the tracker's entry")
+    tracked.until(tracked.run.tracking.exists, "the tracker's entry")
     tracked.until_step(50)
     tracked.agent(0).kill()
     assert tracked.wait().verdict == "done"
@@ -99,6 +96,25 @@ def test_wandb_has_one_run_in_two_lives(tmp_path: Path) -> None:
         sent = send(run, WANDB_MODE="offline")
         assert sent.returncode == 0, sent.stdout + sent.stderr
     assert in_wandb(run) == {m["step"]: m["loss"] for m in read_json_lines(run.metrics)}
+
+
+@pytest.mark.integration
+def test_wandb_gets_again_what_a_killed_client_had_not_written(tmp_path: Path) -> None:
+    """As `cancel --now` and the loss of a node kill it: W&B's client writes its file in blocks of 32 KiB."""
+    run = recorded_run(tmp_path)
+    write_atomic(run.config, dump_config(compose_job(["name=recorded", "tracking=wandb"])))
+    argv = [sys.executable, "-m", "fsdp_jobs.observe.trackers.send", str(run.path), "--beside-agent"]
+    env = environment(run.path, WANDB_MODE="offline")
+    with subprocess.Popen(argv, env=env, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as sender:
+        assert wait_until(run.tracking.exists, 60)
+        time.sleep(2)  # the lines follow at once
+        family = psutil.Process(sender.pid).children(recursive=True)
+        for process in (sender, *family):
+            process.kill()
+    sent = send(run, WANDB_MODE="offline")
+    assert sent.returncode == 0, sent.stdout + sent.stderr
+    assert in_wandb(run) == {m["step"]: m["loss"] for m in read_json_lines(run.metrics)}
+    assert unsent_lines(run) == 0
 
 
 @pytest.mark.soak

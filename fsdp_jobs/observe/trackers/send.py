@@ -46,6 +46,7 @@ class Sender:
             known = {}
         self._id: str | None = known.get("id")
         self._offset: int = known.get("offset", 0)  # bytes of metrics.jsonl already sent
+        self._ends = [self._offset]  # of batches, from the last one that a client which is killed now has written
         self._is_open = self._has_complained = False
 
     def flush(self) -> bool:
@@ -64,6 +65,9 @@ class Sender:
             while records := list(islice(tail.records(), _BATCH)):
                 self._tracker.log(records)
                 self._offset = tail.offset
+                self._ends.append(tail.offset)
+                while len(self._ends) > 1 and self._ends[1] <= tail.offset - self._tracker.unwritten:
+                    del self._ends[0]
                 self._save()
         except ImportError:
             raise
@@ -79,11 +83,13 @@ class Sender:
         reason = "" if verdict is None else f"{verdict.verdict}: {verdict.reason}"
         try:
             self._tracker.end(State.from_verdict(verdict) if has_ended else "waiting", reason)
+            self._ends = [self._offset]
+            self._save()
         except Exception as e:
             self._complain(e)
 
     def _save(self) -> None:
-        write_json(self.run.tracking, {"kind": self.kind, "id": self._id, "offset": self._offset})
+        write_json(self.run.tracking, {"kind": self.kind, "id": self._id, "offset": self._ends[0]})
 
     def _complain(self, error: Exception) -> None:
         """Log every failure; record the first one since the last success."""

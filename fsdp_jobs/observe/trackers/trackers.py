@@ -52,6 +52,8 @@ def _name_of(metric: str) -> str:
 class Mlflow:
     """An MLflow run, only through the client: that has no global state, and mlflow-skinny suffices."""
 
+    unwritten = 0  # bytes of metrics.jsonl, at most, that the client has taken and a kill would lose
+
     def __init__(self) -> None:
         self._names: dict[str, str] = {}  # metric -> its name there
 
@@ -112,6 +114,8 @@ class Mlflow:
 
 class Wandb:
     """A W&B run; its files are in the run directory, under wandb/."""
+
+    unwritten = 1 << 16  # the client writes blocks of 32 KiB
 
     def open(self, run: RunDir, config: JsonObject, known_id: str | None) -> str:
         import wandb
