@@ -78,6 +78,7 @@ clean:  ## remove .venv, caches and builds; runs/ stays
 
 $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$(PYTHON) is older than 3.11: make PYTHON=python3.12, say"; exit 1; }
+	@$(PYTHON) -c 'import ctypes' || { echo "$(PYTHON) was built without libffi, which PyTorch needs: apt install libffi-dev, and build it again"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' || { echo "$(PYTHON) cannot make a virtual environment. On Debian and Ubuntu: apt install python3-venv"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) '$(TORCH)'
