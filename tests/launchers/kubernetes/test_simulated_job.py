@@ -12,6 +12,7 @@ from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.verdict import Verdict
 from tests import programs
 from tests.jobs import ROOT, Watched, called, cli
+from tests.launchers.kubernetes.simulated_api import Refused
 from tests.launchers.kubernetes.simulated_cluster import Machine, SimulatedCluster, why_not
 from tests.launchers.kubernetes.submitted import Submitted
 from tests.world import PACED, TINY, TINY_TASK
@@ -222,6 +223,40 @@ def test_a_policy_drops_packets_until_the_shipped_one_lets_the_pods_of_a_simulat
     assert "no connection" not in shown and "running" in shown, shown
     stopped = called(tmp_path, "cancel", "cut")
     assert stopped.returncode == 0 and "cut stopped: cancelled" in stopped.stdout, stopped.stdout + stopped.stderr
+
+
+def test_a_job_is_suspended_and_finds_the_quota_full_at_its_restart_on_a_simulated_cluster(
+    cluster: SimulatedCluster, tmp_path: Path
+) -> None:
+    """As Kueue preempts one."""
+    endless = (*IN_PODS, *PACED, *TINY_TASK, "nodes=2", "steps=100000")
+    done = called(tmp_path, "name=held", *endless, "attach=false")
+    assert done.returncode == 0, done.stdout + done.stderr
+    job = Submitted(tmp_path, "held")
+    job.until_advanced(1)
+    for suspended in (True, False):
+        with cluster.api.lock:
+            for body in cluster.api.all("batch", "jobs"):
+                body["spec"]["suspend"] = suspended
+        if suspended:
+            job.until_true(lambda: job.run.verdict(0).exists() and not cluster.running("trainer"), "no pod")
+            assert "suspended, and not by a queue" in called(tmp_path, "status", "held").stdout
+    job.until_true(lambda: any(e["attempt"] == 1 for e in job.events("resumed")), "the next attempt")
+    job.until_advanced(job.rounds())
+
+    full = Refused(403, 'pods "held" is forbidden: exceeded quota: q, requested: pods=1, used: pods=9, limited: pods=9')
+    cluster.api.refuse = lambda body: full if body["kind"] == "Pod" else None
+    (coordinator,) = cluster.running("coordinator")
+    cluster.disrupt(coordinator, "EvictionByEvictionAPI")
+    job.until_true(lambda: "exceeded quota: q" in job.events("waiting")[-1]["why"], "the reason")
+    assert "exceeded quota: q" in called(tmp_path, "status", "held").stdout
+    cluster.api.refuse = lambda _: None
+    job.until_true(lambda: any(e["attempt"] == 2 for e in job.events("resumed")), "the next attempt")
+    job.until_advanced(job.rounds())
+    assert "exceeded" not in called(tmp_path, "status", "held").stdout
+    verdicts = [Verdict.read(job.run, attempt) for attempt in (0, 1)]
+    for verdict, resumed in zip(verdicts, job.events("resumed"), strict=True):
+        assert verdict is not None and verdict.reason.endswith(f"saved at step {resumed['step']}"), job.story()
 
 
 @pytest.mark.seen
