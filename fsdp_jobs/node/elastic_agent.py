@@ -199,3 +199,5 @@ class Agent(LocalElasticAgent):
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.killpg(pid, signal.SIGKILL)  # what it has started would hold its GPU's memory, or a port
+        while None in self._exit_codes() and self._handler.end is None:  # as does a rank that waits in the kernel
+            time.sleep(self._worker_group.spec.monitor_interval)

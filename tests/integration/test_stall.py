@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from pathlib import Path
 
 import pytest
 
+from fsdp_jobs.run.beside import wait_until
 from tests.jobs import job
 from tests.programs import EXAMPLES
 from tests.world import TINY_TASK
@@ -39,6 +41,31 @@ def test_a_stopped_rank_is_the_culprit(tmp_path: Path) -> None:
         assert "on node 1 (stopped) does not respond" in why
         assert frozen.wait().verdict == "done"
         assert len(frozen.losses()) == 40
+
+
+def test_a_rank_that_cannot_be_killed_has_no_successor_beside_it(tmp_path: Path) -> None:
+    freezer = Path("/sys/fs/cgroup/freezer") / f"fsdp-jobs-{tmp_path.parent.name}-{os.getpid()}"
+    try:
+        freezer.mkdir()
+    except OSError:
+        pytest.skip("needs root and the freezer of cgroup v1, whose processes SIGKILL does not end")
+    try:
+        keys = ("steps=30", "elastic.stall_timeout_s=3", "checkpoint.every_steps=10")
+        with job(tmp_path, "stuck", *keys, nproc=1) as stuck:
+            stuck.until_step(12)
+            (freezer / "cgroup.procs").write_text(str(stuck.ranks(1)[0].pid))
+            (freezer / "freezer.state").write_text("FROZEN")
+            log = stuck.run.process_log(0, "node-1")
+            stuck.until(lambda: "did not exit after SIGKILL" in log.read_text(), "torch gives it up", 60)
+            time.sleep(3)
+            assert len(stuck.events("round_started")) == 1, "it still holds its GPU's memory"
+            (freezer / "freezer.state").write_text("THAWED")
+            assert stuck.wait().verdict == "done"
+            assert len(stuck.losses()) == 30
+    finally:
+        (freezer / "freezer.state").write_text("THAWED")
+        wait_until(lambda: not (freezer / "cgroup.procs").read_text(), 10)
+        freezer.rmdir()
 
 
 _DEADLOCK = """
