@@ -34,6 +34,7 @@ from fsdp_jobs.run.processes import raise_file_limit
 from fsdp_jobs.run.record import JsonObject
 from fsdp_jobs.run.state import State
 from fsdp_jobs.run.status import RunStatus
+from fsdp_jobs.run.table import listed
 from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.submit.submitted import adopt, grouped, has_ended, job_of, named, record
 from fsdp_jobs.submit.validate import check_existing_run, validate
@@ -245,9 +246,10 @@ def submit(
         except BaseException as e:
             if isinstance(e, KeyboardInterrupt):
                 say("withdrawing what was submitted; after another Ctrl-C fsdp-jobs list shows what is left", "yellow")
-            _withdraw(jobs, app_ids)
+            withdrawn = _withdraw(jobs, app_ids)
             for job, texts in zip(jobs, before, strict=True):
-                _write_all(job.run, texts)
+                if job.run in withdrawn:
+                    _write_all(job.run, texts)
             raise
         try:
             handles = at_once(lambda job: record(job.run, job.launcher, app_ids[job.run]), jobs)
@@ -259,17 +261,25 @@ def submit(
         return handles
 
 
-def _withdraw(jobs: Sequence[Prepared], app_ids: Mapping[RunDir, str]) -> None:
-    """Cancel those of these jobs that a launcher has; one that stays exits at its start.
+def _withdraw(jobs: Sequence[Prepared], app_ids: Mapping[RunDir, str]) -> set[RunDir]:
+    """Cancel those of these jobs that a launcher has, and return the runs of all whose launchers answer.
 
-    `app_ids` has those of launchers that have answered, each for all its jobs.
+    The others may run, now or later, so they stay pending. `app_ids` has those of launchers that have answered before,
+    each for all its jobs.
     """
+    withdrawn = set[RunDir]()
     for group in grouped(jobs, lambda job: job.launcher.name).values():
         launcher, runs = group[0].launcher, [job.run for job in group]
-        with suppress(BadInput, JobFailed, OSError):
-            found = [app_ids[run] for run in runs] if runs[0] in app_ids else launcher.find(runs)
-            if there := [*filter(None, found)]:
-                launcher.cancel(there)
+        try:
+            with suppress(OSError):  # a file that the launcher writes first is missing
+                found = [app_ids[run] for run in runs] if runs[0] in app_ids else launcher.find(runs)
+                if there := [*filter(None, found)]:
+                    launcher.cancel(there)
+            withdrawn |= {*runs}
+        except (BadInput, JobFailed):
+            names = listed([run.name for run in runs], 4)
+            say(f"{names}: maybe submitted all the same: fsdp-jobs list tells, once the cluster answers", "yellow")
+    return withdrawn
 
 
 def _write(job: Prepared, files: Mapping[Path, str | None]) -> None:

@@ -231,6 +231,29 @@ def test_ctrl_c_at_a_submission_says_that_it_is_withdrawn_and_where_to_see_what_
     assert not RunDir(tmp_path / "a").is_submitted
 
 
+def test_a_job_that_a_cluster_may_have_taken_before_it_fell_silent_is_found_once_it_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    silent = _Launcher("silent")
+
+    def find(runs: Sequence[RunDir]) -> list[str]:
+        if not silent.app_id:
+            raise JobFailed("squeue did not answer within 60 s")
+        return [silent.app_id] * len(runs)
+
+    monkeypatch.setattr(silent, "find", find)
+    monkeypatch.setattr(submitted, "launcher_of", lambda name: silent)
+    config = compose_job([f"runs_dir={tmp_path}", "name=a", "nodes=1", "nproc_per_node=1"])
+    (job,) = submission.prepare([config])
+    with pytest.raises(JobFailed, match="no more jobs"):
+        submission.submit([replace(job, launcher=silent)], [[]])  # type: ignore[arg-type]
+    assert "a: maybe submitted all the same: fsdp-jobs list tells" in capsys.readouterr().out
+    assert job.run.config.exists(), "the job may read it"
+    silent.app_id = "7"
+    submitted.settle([job.run])
+    assert job.run.handle == "silent://here/7" and not silent.cancelled
+
+
 def test_a_run_that_is_removed_meanwhile_does_not_begin_anew_without_a_word(tmp_path: Path) -> None:
     config = compose_job([f"runs_dir={tmp_path}", "name=a", "nodes=1", "nproc_per_node=1"])
     taking = _Launcher("taking", "7")
