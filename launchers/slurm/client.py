@@ -290,11 +290,16 @@ class Partition:
     default_time: str = ""  # of a job without a limit; empty: as long as the partition, or a QOS, allows
     nodes: int = 0
     cpus: int = 0
-    gres: str = "(null)"
+    gres: list[str] = field(default_factory=list)  # of each kind of nodes that have any
     memory_mb: int = 0
     features: str = ""
     job_nodes: str = "1-infinite"  # of a job
     hosts: list[str] = field(default_factory=list)  # hostlists
+
+    @property
+    def size(self) -> str:
+        """The resources of its largest nodes, in words."""
+        return f"{self.cpus} CPUs, {self.memory_mb} MB, {' or '.join(self.gres) or 'no GPUs counted'}"
 
 
 def partitions() -> list[Partition]:
@@ -315,7 +320,8 @@ def partitions() -> list[Partition]:
         partition.nodes += int(nodes)
         partition.cpus = max(partition.cpus, int(cpus.rstrip("+")))
         partition.memory_mb = max(partition.memory_mb, int(memory_mb.rstrip("+")))
-        partition.gres = max(partition.gres, gres, key=gpus_in)
+        if gres not in (*partition.gres, "(null)"):
+            partition.gres.append(gres)
         partition.features, partition.job_nodes = features, size
         partition.hosts.append(hosts)
     return list(by_name.values())

@@ -41,7 +41,7 @@ def examine(config: JobConfig) -> Iterator[Finding]:
     state = "warning" if settings["SLURM_VERSION"] < "22.05" else "ok"
     fact = f"cluster {settings['ClusterName']}, SLURM {settings['SLURM_VERSION']}"
     yield Finding("controller", state, fact, "22.05 or newer: before, steps of a node compete for its GPUs and memory")
-    size = f"{partition.nodes} nodes, {partition.cpus} CPUs, {partition.gres}, at most {partition.time}"
+    size = f"{partition.nodes} nodes with {partition.size}, at most {partition.time}"
     fact = f"{partition.name}: {size}" if partition.nodes else where if wanted else "no default one"
     names = ", ".join(p.name for p in client.partitions())
     yield Finding("partition", "ok" if partition.nodes else "bad", fact, f"cluster.partition: {names}")

@@ -52,6 +52,9 @@ def problems_here(job: Job) -> Iterator[Problem]:
             yield Problem(f"cluster.extra=[{option}]", "not an option of sbatch", cure)
         if (name := long_form(option).partition("=")[0]) in _NOT_EXTRA:
             yield Problem(f"cluster.extra=[{option}]", f"{name} is not for the user to set", _NOT_EXTRA[name])
+        if cluster.exclusive and option.startswith(("--exclusive=", "--oversubscribe", "-s")):
+            what = "would share nodes, with one CPU of each, where cluster.exclusive=true asks for whole ones"
+            yield Problem(f"cluster.extra=[{option}]", what, "cluster.exclusive=false, too")
     if job.away:
         return
     if (kind := file_system(run.path)) in _IN_MEMORY:
@@ -111,7 +114,7 @@ def check_with_slurm(job: Job, script: str, margin_s: int, count: int) -> list[P
 def _can_hold(partition: client.Partition, job: Job) -> bool:
     """Whether a partition's nodes, if all were up, have the resources that our keys request."""
     cluster, trainer = cluster_of(job.config), job.role("trainer")
-    gpus = client.gpus_in(partition.gres)
+    gpus = max(map(client.gpus_in, partition.gres), default=0)
     wanted = client.gpus_in(f"gpu:{cluster.gpus_per_node or trainer.resource.gpu}")
     mem = re.fullmatch(r"(\d+)([KMGT]?)", cluster.mem or "0", re.IGNORECASE)
     mem_mb = int(mem[1]) * 1024.0 ** ("KMGT".index(mem[2].upper() or "M") - 1) if mem else 0
@@ -218,9 +221,7 @@ def _names(*what: str) -> str:
 
 
 def _size(partition: client.Partition) -> str:
-    gres = "" if partition.gres in ("", "(null)") else f", {partition.gres}"
-    most = f"up to {partition.cpus} CPUs, {partition.memory_mb} MB{gres}"
-    return f"partition {partition.name} has {partition.nodes} nodes with {most}"
+    return f"partition {partition.name} has {partition.nodes} nodes with up to {partition.size}"
 
 
 # Part of SLURM's message in lower case, the key that it is about (empty: sizes), the cure. The first match counts.

@@ -184,10 +184,14 @@ def test_partitions_of_large_and_mixed_nodes_are_read(site: Site) -> None:
     plain = "huge*|1|1536|gpu:2g.10gb:2(S:0),gpu:3g.20gb:2(S:1)|1|infinite|x|n/a|1-1024|n1"
     site.say("sinfo", flags.format(plain, plain.replace("1536", "1.50K").replace("1024", "1K")))
     (huge,) = client.partitions()
-    assert (huge.cpus, huge.job_nodes, client.gpus_in(huge.gres)) == (1536, "1-1024", 4)
+    assert (huge.cpus, huge.job_nodes, client.gpus_in(*huge.gres)) == (1536, "1-1024", 4)
     client.forget()
-    site.sinfo("p|2|8|gpu:h100:8(S:0-1),nvme:1|1|1:00|x|n/a|1-2|n[1-4]", "p|2|8|gpu:t4:1|1|1:00|x|n/a|1-2|n[1-4]")
-    assert client.gpus_in(client.partitions()[0].gres) == 8, "those of its largest nodes"
+    site.sinfo(
+        "p*|2|8|gpu:h100:8(S:0-1),nvme:1|1|1:00:00|x|n/a|1-2|n[1-4]", "p*|2|8|gpu:t4:1|1|1:00:00|x|n/a|1-2|n[1-4]"
+    )
+    assert client.partitions()[0].gres == ["gpu:h100:8(S:0-1),nvme:1", "gpu:t4:1"]
+    site.say("sbatch", 'echo "allocation failure: Invalid generic resource (gres) specification" >&2; exit 1')
+    assert "MB, gpu:h100:8(S:0-1),nvme:1 or gpu:t4:1" in site.refuses("cluster.time=30")
     assert [client.gpus_in(f"gpu:{kind}") for kind in ("1g.10gb:7(S:0)", "7g.80gb", "h100", "2")] == [7, 0, 0, 2]
 
 

@@ -204,7 +204,7 @@ def test_a_partition_is_the_sum_of_its_kinds_of_nodes_with_the_sizes_of_the_larg
     ]
     say(slurm, "sinfo", queue(*lines))
     gpu, cpu = client.partitions()
-    assert (gpu.name, gpu.nodes, gpu.cpus, gpu.gres, gpu.memory_mb) == ("gpu", 5, 128, "gpu:8", 1000)
+    assert (gpu.name, gpu.nodes, gpu.cpus, gpu.gres, gpu.memory_mb) == ("gpu", 5, 128, ["gpu:8"], 1000)
     assert (gpu.job_nodes, cpu.job_nodes) == ("1-infinite", "1-2")
     assert (gpu.default_time, cpu.default_time) == ("1:00:00", "")
     assert [client.partitions_of(names)[0] for names in (None, "cpu")] == [gpu, cpu]

@@ -36,6 +36,7 @@ REFUSED = {
     "cluster.extra=['--array=0-3']": ("--multirun makes arrays",),
     "cluster.extra=['-W']": ("attach=true follows the job",),
     "cluster.extra=['--quiet']": ("is not for the user to set",),
+    "cluster.extra=['--exclusive=user']": ("with one CPU of each", "cluster.exclusive=false, too"),
     "cluster.extra=['--bogus']": ("unrecognized option '--bogus'",),
     "nodes=5": ("nodes=5", "partition main has 4 nodes with up to 2 CPUs, 8000 MB, gpu:8"),
     "cluster.cpus_per_task=3": ("cluster.cpus_per_task=3", "up to 2 CPUs"),
