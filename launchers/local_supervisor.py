@@ -17,7 +17,7 @@ from fsdp_jobs.launchers.supervisor import Attempt, Process, main, staged
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir, write_atomic
 from fsdp_jobs.run.env import ADDRESS_ENV, ATTEMPT_ENV, COORDINATOR_ENV
-from fsdp_jobs.run.processes import free_port
+from fsdp_jobs.run.processes import NO_GPU, free_port, gpus_variable
 from fsdp_jobs.run.rank_state import remove_what_is_left
 from fsdp_jobs.run.verdict import Verdict
 
@@ -41,7 +41,7 @@ class LocalRequest:
         size = len(self.gpus) // len(self.nodes)
         for node, argv in enumerate(self.nodes):
             own = self.gpus[node * size : (node + 1) * size]
-            yield f"node-{node}", argv, {**self.env, "CUDA_VISIBLE_DEVICES": ",".join(own)}
+            yield f"node-{node}", argv, {**self.env, gpus_variable(): ",".join(own) or NO_GPU}
 
     def __str__(self) -> str:
         commands = ((name, [*map("=".join, env.items()), *argv]) for name, argv, env in self.processes())

@@ -27,6 +27,8 @@ from fsdp_jobs.run.env import HOST_ENV, RUN_DIR_ENV
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _FILES = 1 << 20
 _RETRY_S = 0.02
+_DRIVERS = Path("/")  # below which NVIDIA's and AMD's list their GPUs
+NO_GPU = "-1"  # hides all: AMD's runtime takes an empty list for none
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _RECORDED_S = 2.0  # within which a started process is recorded
 
@@ -177,12 +179,19 @@ def _own_addresses(host: str, reach: bool = False) -> Iterator[IPv4Address | IPv
                 yield ip_address(s.getsockname()[0].partition("%")[0])
 
 
+def gpus_variable() -> str:
+    """Name the variable that says which GPUs a process sees: AMD's own, if it is set, before CUDA's."""
+    return "HIP_VISIBLE_DEVICES" if os.environ.get("HIP_VISIBLE_DEVICES") else "CUDA_VISIBLE_DEVICES"
+
+
 def visible_gpus() -> list[str]:
-    """Return ids of the NVIDIA GPUs that this process may use: CUDA_VISIBLE_DEVICES, or all that the driver lists."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    """Return ids of the GPUs that this process may use: those that a variable names, or all that a driver lists."""
+    chosen = os.environ.get(gpus_variable())
     if chosen is not None:
-        return [gpu for gpu in chosen.split(",") if gpu]
-    return [str(i) for i, _ in enumerate(Path("/proc/driver/nvidia/gpus").glob("*"))]
+        return [gpu for gpu in chosen.split(",") if gpu not in ("", NO_GPU)]
+    amd = [node.read_text() for node in _DRIVERS.glob("sys/class/kfd/kfd/topology/nodes/*/gpu_id")]  # 0: a CPU
+    gpus = [*_DRIVERS.glob("proc/driver/nvidia/gpus/*"), *(gpu for gpu in amd if gpu.strip() != "0")]
+    return [str(i) for i, _ in enumerate(gpus)]
 
 
 def start_detached(module: str, folder: Path, record: Path, log: Path) -> None:
