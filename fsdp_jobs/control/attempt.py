@@ -17,6 +17,7 @@ from fsdp_jobs.run import events, messages
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.failure import Failure
 from fsdp_jobs.run.leaves import guards_in
+from fsdp_jobs.run.protocol import lease_s
 from fsdp_jobs.run.rank_state import Request
 from fsdp_jobs.run.table import counted
 from fsdp_jobs.run.tail import last_lines
@@ -70,6 +71,7 @@ class Round:
     culprit: int | None = None  # node that held up the others, was the only one lost, or has wrong state
     excludes: bool = False  # exclude the culprit's machine at once
     has_stalled: bool = False
+    stood_still: bool = False  # with the whole job, so that its ranks' leases ran out
 
     @property
     def was_long(self) -> bool:
@@ -228,6 +230,14 @@ class Attempt:
         self._may_adopt = False
         self.agents.send(messages.Break(current.number))
 
+    def _on_blocked(self, seconds: float, now: float) -> None:
+        """End the round if its ranks were without an answer for longer than they may run: no failure of theirs."""
+        current = self.round
+        if seconds > lease_s(self.elastic) and (current.running or current.broken_at is not None):
+            why = f"the job stood still for {seconds:.0f} s, as when it is suspended, and its ranks may not run on"
+            self.break_round(why, now, now - seconds)
+            current.broken_why, current.stood_still = why, True
+
     def _judge(self, now: float) -> None:
         """Decide after a broken round whether to start another one, from the reports received so far."""
         broken = self.round
@@ -241,9 +251,9 @@ class Attempt:
         if self.stop_reason is not None:
             self.close(self._preempted(), now)
             return
-        if was_planned:
+        if was_planned or broken.stood_still:
             why = broken.broken_why
-            self.record(events.RoundBroken(why, self.step, self.committed, failed_at=failed_at, is_planned=True))
+            self.record(events.RoundBroken(why, self.step, self.committed, failed_at=failed_at, is_planned=was_planned))
             return
         cause = find_cause(broken, self._look_for_lost(now))
         machine = broken.hosts.get(cause.node) if cause.node is not None else None

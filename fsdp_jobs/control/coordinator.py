@@ -211,6 +211,7 @@ class Coordinator(Attempt):
         blocked_s, self._ticked = now - self._ticked, now
         if self.is_superseded:
             return
+        self._on_blocked(blocked_s, now)
         for agent in list(self.agents.values()):
             if blocked_s > _BLOCKED_S:
                 agent.heard += blocked_s

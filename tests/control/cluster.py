@@ -102,6 +102,13 @@ class Cluster:
             self.coordinator.on_requests(self.coordinator.read_requests(), self.now)
             self.coordinator.tick(self.now)
 
+    def skip(self, seconds: float, *beating: ConnectedAgent) -> None:
+        """Let time pass in which nothing changes, without playing it."""
+        self.now += seconds
+        self.coordinator._ticked = self.now
+        for member in beating:
+            member.heard = self.now
+
     def last(self, member: ConnectedAgent, kind: type[Message]) -> Any:
         """The newest message of a class that an agent has received, None without one."""
         return next((m for m in reversed(self.received[member.id]) if isinstance(m, kind)), None)

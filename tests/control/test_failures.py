@@ -53,6 +53,23 @@ def test_a_rank_that_a_real_time_signal_ends_is_a_failure_like_others(tmp_path: 
     assert cluster.events("round_broken")[-1]["why"] == "rank 0 on node 0 was killed by SIGRTMIN+3"
 
 
+def test_a_job_that_is_suspended_again_and_again_goes_on_and_nobody_is_blamed(tmp_path: Path) -> None:
+    """As under SLURM's time slices: each time the ranks' leases run out, and the agents kill their ranks."""
+    cluster = Cluster(tmp_path, "nodes=2", "elastic.exclude_after=1")
+    a, b = cluster.join(0), cluster.join(1)
+    for _ in range(6):
+        cluster.later(1.5, a, b)
+        cluster.now += 40
+        cluster.ready(b, failure(1, 2, exit_code=-9))  # its message comes before the next tick
+        cluster.later(0.1, a, b)
+        cluster.ready(a, failure(0, 0, exit_code=-9))
+        cluster.later(3, a, b)
+    broken = cluster.events("round_broken")
+    assert cluster.verdict is None and len(broken) == 6, broken
+    assert all(e["why"].startswith("the job stood still for 40 s") and not e.get("blamed") for e in broken), broken
+    assert not cluster.events("machine_excluded")
+
+
 def test_progress_renews_the_budget(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, "nodes=1", "elastic.max_failures_without_progress=1")
     a = cluster.join(0)
@@ -182,9 +199,8 @@ def test_long_lives_are_a_silent_programs_progress(
     members = [cluster.join(0), cluster.join(1)]
     for i in range(6):
         cluster.later(2, *members, **SILENCE)
-        cluster.now += lives_s
+        cluster.skip(lives_s, *members)
         for member in members:
-            member.heard = cluster.now
             failed = [failure(1, 2, f"ValueError: {'x' * (i % errors)}", step=-1)] if member.node else []
             cluster.ready(member, *failed)
         cluster.later(1.5, *members, **SILENCE)
@@ -201,9 +217,8 @@ def test_time_in_a_collective_that_timed_out_is_no_progress(tmp_path: Path, repo
     state = {**SILENCE, "step": 7} if reports_steps else SILENCE
     for _ in range(6):
         cluster.later(2, *members, **state)
-        cluster.now += 1800
+        cluster.skip(1800, *members)
         for member in members:
-            member.heard = cluster.now
             timed_out = failure(member.node, 2 * member.node, "RuntimeError: Timed out waiting 1800000ms for recv")
             cluster.ready(member, replace(timed_out, waited_s=1800.0 if member.node else 0.0))
         cluster.later(1.5, *members, **state)
