@@ -126,9 +126,9 @@ class Attempt:
                 if self.is_over():
                     return self.verdict
                 self.on_poll()
-                for process in [p for p in self.processes if p.has_ended]:
+                for process in [p for p in self.processes if p.has_ended and self.restarts(p)]:
                     look_again(self.run.verdict(self.number))
-                    if self.restarts(process) and self.verdict is None:
+                    if self.verdict is None:
                         self._on_death(process)
             time.sleep(self.poll_s)
 

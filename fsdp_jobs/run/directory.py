@@ -90,11 +90,20 @@ def user_name() -> str:
 def look_again(file: Path) -> None:
     """Have an NFS client ask its server about a file that was not there: else it repeats that answer for a minute.
 
-    It asks about a folder when that is opened (close-to-open consistency); those above the file's may be new, too.
+    It asks about a folder when that is opened (close-to-open consistency); a folder that was not there comes after
+    the one above it.
     """
-    for folder in file.parents[2::-1]:
-        with suppress(OSError):
-            os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
+    absent = [*itertools.takewhile(lambda folder: not _opens(folder), file.parents)]
+    for folder in reversed(absent):
+        _opens(folder)
+
+
+def _opens(folder: Path) -> bool:
+    try:
+        os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY))
+    except OSError:
+        return False
+    return True
 
 
 def lock(file: IO[str] | int) -> None:

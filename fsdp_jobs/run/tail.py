@@ -97,10 +97,11 @@ class Tail:
 
 def size_of(file: Path) -> int:
     """Return a file's size in bytes, 0 if it does not exist."""
-    for _ in range(2):
-        with suppress(FileNotFoundError, NotADirectoryError):
-            return file.stat().st_size
-        look_again(file)
+    with suppress(FileNotFoundError, NotADirectoryError):
+        return file.stat().st_size
+    look_again(file)
+    with suppress(FileNotFoundError, NotADirectoryError):
+        return file.stat().st_size
     return 0
 
 
