@@ -26,7 +26,7 @@ def found_by_a_rank(folder: Path, *overrides: str) -> dict[str, str]:
     place = {"run": RunDir(folder), "folder": folder, "agent": SimpleNamespace(attempt=0, node=0)}
     handler: Any = SimpleNamespace(config=compose_job(list(overrides)), round=round_, **place)
     env = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "GROUP_RANK": "2", "GROUP_WORLD_SIZE": "4"}
-    env["LOCAL_WORLD_SIZE"] = "3"  # of this node
+    env |= {"LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1"}  # of this node, and of the first
     RankLogs(handler).reify({0: env})
     assert json.loads(env["FSDP_JOBS_LAYOUT"])["strategy"] == "full_shard"
     return env
