@@ -66,7 +66,7 @@ class RankLogs(LogsSpecs):
             defaults = _allocator()
         recorded = next((os.environ[name] for name in _RECORDER_ENV if name in os.environ), _RECORDED)
         defaults |= dict.fromkeys(_RECORDER_ENV, recorded)
-        defaults |= gloo_interface([envs[0]["MASTER_ADDR"], *expand_hostlist(current.hosts)])
+        defaults |= gloo_interface([envs[0]["MASTER_ADDR"], *expand_hostlist(current.hosts)[:2]])
         for local_rank, env in envs.items():
             error_file = self.folder / f"error-{local_rank}.json"
             error_file.unlink(missing_ok=True)

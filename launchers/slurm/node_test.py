@@ -187,7 +187,7 @@ def examine(folder: Path, nproc: int, store_at: str, hosts: Sequence[str], rank:
     except RuntimeError as e:  # DistError is one
         report.problems.append(f"cannot reach {store_at}: {str(e).splitlines()[0]}")
         return report
-    os.environ |= gloo_interface(hosts)
+    os.environ |= gloo_interface(hosts[:2])
     for turn in (0, 1):
         partner = rank + (1 if rank % 2 == turn else -1)  # the neighbour on one side, then the one on the other
         if not 0 <= partner < len(hosts):

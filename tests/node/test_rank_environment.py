@@ -19,6 +19,11 @@ RECORDER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")  # torch rea
 SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
+@pytest.fixture(autouse=True)
+def no_names_are_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+
 def found_by_a_rank(folder: Path, *overrides: str) -> dict[str, str]:
     """The variables of rank 0 in the first round of a job."""
     layout = Layout("full_shard", 2, 2).to_json()
