@@ -180,8 +180,9 @@ def _own_addresses(host: str, reach: bool = False) -> Iterator[IPv4Address | IPv
 
 
 def gpus_variable() -> str:
-    """Name the variable that says which GPUs a process sees: AMD's own, if it is set, before CUDA's."""
-    return "HIP_VISIBLE_DEVICES" if os.environ.get("HIP_VISIBLE_DEVICES") else "CUDA_VISIBLE_DEVICES"
+    """Name the variable that says which GPUs a process sees: where NVIDIA has no driver AMD's, if it is set."""
+    is_amds = os.environ.get("HIP_VISIBLE_DEVICES") and not (_DRIVERS / "proc/driver/nvidia").is_dir()
+    return "HIP_VISIBLE_DEVICES" if is_amds else "CUDA_VISIBLE_DEVICES"
 
 
 def visible_gpus() -> list[str]:
