@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import cache
+from importlib.metadata import version
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from fsdp_jobs.run.env import HOST_ENV, RUN_DIR_ENV
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _FILES = 1 << 20
 _RETRY_S = 0.02
-_DRIVERS = Path("/")  # below which NVIDIA's and AMD's list their GPUs
+_DRIVERS = Path("/")  # below which they list GPUs
 NO_GPU = "-1"  # hides all: AMD's runtime takes an empty list for none
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _RECORDED_S = 2.0  # within which a started process is recorded
@@ -179,20 +180,31 @@ def _own_addresses(host: str, reach: bool = False) -> Iterator[IPv4Address | IPv
                 yield ip_address(s.getsockname()[0].partition("%")[0])
 
 
+def is_for_amd() -> bool:
+    """Whether PyTorch here is built for AMD's GPUs."""
+    return "rocm" in version("torch")
+
+
 def gpus_variable() -> str:
-    """Name the variable that says which GPUs a process sees: where NVIDIA has no driver AMD's, if it is set."""
-    is_amds = os.environ.get("HIP_VISIBLE_DEVICES") and not (_DRIVERS / "proc/driver/nvidia").is_dir()
-    return "HIP_VISIBLE_DEVICES" if is_amds else "CUDA_VISIBLE_DEVICES"
+    """Name the variable that says which GPUs a process sees: AMD's runtime prefers its own, if it is set."""
+    return "HIP_VISIBLE_DEVICES" if is_for_amd() and os.environ.get("HIP_VISIBLE_DEVICES") else "CUDA_VISIBLE_DEVICES"
 
 
 def visible_gpus() -> list[str]:
-    """Return ids of the GPUs that this process may use: those that a variable names, or all that a driver lists."""
+    """Return ids of the GPUs that this process may use: those that a variable names, or all that the driver lists."""
     chosen = os.environ.get(gpus_variable())
     if chosen is not None:
         return [gpu for gpu in chosen.split(",") if gpu not in ("", NO_GPU)]
-    amd = [node.read_text() for node in _DRIVERS.glob("sys/class/kfd/kfd/topology/nodes/*/gpu_id")]  # 0: a CPU
-    gpus = [*_DRIVERS.glob("proc/driver/nvidia/gpus/*"), *(gpu for gpu in amd if gpu.strip() != "0")]
+    amds = _DRIVERS.glob("sys/class/kfd/kfd/topology/nodes/*/gpu_id")
+    gpus = [*filter(_is_gpu, amds)] if is_for_amd() else [*_DRIVERS.glob("proc/driver/nvidia/gpus/*")]
     return [str(i) for i, _ in enumerate(gpus)]
+
+
+def _is_gpu(file: Path) -> bool:
+    """Whether AMD's driver lists a GPU there, not a CPU (0) or a GPU that this container may not use."""
+    with suppress(PermissionError):
+        return file.read_text().strip() != "0"
+    return False
 
 
 def start_detached(module: str, folder: Path, record: Path, log: Path) -> None:

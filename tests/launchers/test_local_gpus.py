@@ -23,7 +23,7 @@ def test_ranks_that_would_find_no_gpu_are_refused_before_anything_starts(tmp_pat
 
 
 def test_amds_gpus_are_counted_and_divided_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver lists CPUs, too, as GPU 0. Its runtime prefers its own variable, and takes an empty one for unset."""
+    """The driver lists CPUs, too, as GPU 0, and a laptop's GPU, for which PyTorch need not be built."""
     for node, gpu in enumerate(("0", "0", "42901", "10", "2", "3")):
         folder = tmp_path / f"sys/class/kfd/kfd/topology/nodes/{node}"
         folder.mkdir(parents=True)
@@ -31,6 +31,8 @@ def test_amds_gpus_are_counted_and_divided_simulated(tmp_path: Path, monkeypatch
     monkeypatch.setattr(processes, "_DRIVERS", tmp_path)
     for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
+    assert visible_gpus() == []
+    monkeypatch.setattr(processes, "is_for_amd", lambda: True)
     assert visible_gpus() == ["0", "1", "2", "3"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     assert visible_gpus() == []
