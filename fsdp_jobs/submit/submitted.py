@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import TypeVar
 
 from fsdp_jobs.config.errors import BadInput, Damaged, JobFailed, Problem, nearest, one_line
+from fsdp_jobs.config.terminal import complain
 from fsdp_jobs.launchers.base import SESSION, Description, Launcher, launcher_of, parse_handle
 from fsdp_jobs.run import events
 from fsdp_jobs.run.beside import beside
@@ -188,20 +189,28 @@ def activity_of(run: RunDir, said_at: float = -math.inf) -> Callable[[], bool]:
     """Return a function that returns whether a run's job is active, by its launcher's newest answer.
 
     A thread queries the launcher every 2 seconds, because it may be unreachable. Only its first answer is awaited.
+    Why a launcher does not answer is printed.
 
     Args:
         run: the run, whose job was active.
         said_at: when its launcher reported that, on the monotonic clock.
     """
-    active = True
-    question: Future[bool] | None = None
+    active, silence = True, ""
+    question: Future[tuple[bool, str]] | None = None
+
+    def look() -> tuple[bool, str]:
+        job = job_of(run)
+        return not has_ended(run, job), job.message if job.state is State.SILENT else ""
 
     def ask() -> bool:
-        nonlocal said_at, active, question
+        nonlocal said_at, active, silence, question
         if active and question is None and time.monotonic() - said_at > _ASK_EVERY_S:
-            question = beside(lambda: not job_has_ended(run))
+            question = beside(look)
         if question is not None and wait([question], None if said_at == -math.inf else 0).done:
-            active, question, said_at = question.result(), None, time.monotonic()
+            before = silence
+            (active, silence), question, said_at = question.result(), None, time.monotonic()
+            if active and silence not in ("", before):
+                complain(f"{run.name}: {silence}", "yellow")
         return active
 
     return ask

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import pty
@@ -355,6 +356,23 @@ def test_a_launcher_that_does_not_answer_does_not_hide_the_others(tmp_path: Path
     here, there = status_json(tmp_path, PATH=str(Path(sys.executable).parent))  # no squeue there
     assert here["state"] == "failed" and "has no such job any more" in here["reason"]
     assert there["state"] == "running" and "does not answer" in there["reason"] and there["step"] == 20
+
+
+def test_who_follows_a_job_is_told_once_that_its_launcher_does_not_answer_simulated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    away = Description(State.SILENT, "its launcher does not answer: no route to host")
+    runs = Description(State.RUNNING)
+    states = itertools.chain([runs, away, away, away, runs], itertools.repeat(away))
+    monkeypatch.setattr(submitted, "job_of", lambda _: next(states))
+    monkeypatch.setattr(submitted, "_ASK_EVERY_S", 0)
+    active = submitted.activity_of(RunDir(tmp_path / "far"))
+    told: list[bool] = []
+    for _ in range(10):
+        assert active()
+        time.sleep(0.05)  # for its thread
+        told.append("far: its launcher does not answer: no route to host" in capsys.readouterr().err)
+    assert told.count(True) == 2, told
 
 
 def test_logs_of_a_run_that_has_written_none_say_what_it_does(tmp_path: Path) -> None:
