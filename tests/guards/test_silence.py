@@ -141,7 +141,7 @@ def test_half_an_hour_of_silence_is_no_progress(tmp_path: Path, works_s: float, 
         cluster.silent.clear()
         cluster.ready(agent)
         cluster.later(2, agent, **SILENCE)
-        cluster.now = agent.heard = cluster.now + works_s + 1800
+        cluster.skip(works_s + 1800, agent)
         cluster.silent[agent.id] = 1801.0
         cluster.later(0.2, agent, **SILENCE)
         cluster.coordinator.on_message(agent, Stacks([rank(0, "b")]), cluster.now)
