@@ -157,8 +157,10 @@ def gloo_interface(others: Iterable[str]) -> dict[str, str]:
     Args:
         others: names or addresses of the job's machines, this one perhaps included.
     """
+    if _GLOO_INTERFACE in os.environ:
+        return {}
     named = next(_own_addresses(socket.gethostname()), None)
-    if _GLOO_INTERFACE in os.environ or (named is not None and not named.is_loopback):
+    if named is not None and not named.is_loopback:
         return {}
     ways = (own for host in others for own in _own_addresses(host, reach=True) if not own.is_loopback)
     own = str(next(ways, None))
@@ -180,6 +182,7 @@ def _own_addresses(host: str, reach: bool = False) -> Iterator[IPv4Address | IPv
                 yield ip_address(s.getsockname()[0].partition("%")[0])
 
 
+@cache
 def is_for_amd() -> bool:
     """Whether PyTorch here is built for AMD's GPUs."""
     return "rocm" in version("torch")

@@ -74,8 +74,10 @@ class Verdict(Record):
     def final(cls, run: RunDir) -> Verdict | None:
         """Return the verdict that ended a run's newest submission; None as long as another attempt may follow."""
         attempt = run.last_attempt()
+        if attempt < run.first_attempt():
+            return None
         look_again(run.verdict(attempt))
-        verdict = cls.read(run, attempt) if attempt >= run.first_attempt() else None
+        verdict = cls.read(run, attempt)
         return verdict if verdict is not None and verdict.decision == "stop" else None
 
 

@@ -67,12 +67,18 @@ def docker_run(folder: Path, *overrides: str) -> RunDir:
     return run
 
 
+def running(folder: Path) -> RunDir:
+    """A run whose last event, its end, has not come."""
+    run = docker_run(folder)
+    run.events.write_text("".join(run.events.read_text().splitlines(keepends=True)[:-1]))
+    return run
+
+
 def test_a_container_that_somebody_removed_is_named_once_its_loss_is_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "_MISSED_S", 0.2)
-    run = docker_run(tmp_path)
-    run.events.write_text("".join(run.events.read_text().splitlines(keepends=True)[:-1]))  # it has not ended
+    run = running(tmp_path)
     watching = supervisor.Supervisor(run)
     for _ in range(6):
         assert not watching.poll(Daemon(coordinator=True, node_0=True))
@@ -87,8 +93,7 @@ def test_a_container_that_cannot_be_restarted_is_named_until_it_is(
 ) -> None:
     """As seen with a full data-root: the others train on, or wait."""
     monkeypatch.setattr(supervisor, "_MISSED_S", 0.2)
-    run = docker_run(tmp_path)
-    run.events.write_text("".join(run.events.read_text().splitlines(keepends=True)[:-1]))  # it has not ended
+    run = running(tmp_path)
     watching, daemon = supervisor.Supervisor(run), Daemon(coordinator=False, node_0=False, node_1=True)
     status = RunStatus(run)
     status.update()
