@@ -165,8 +165,8 @@ class Attempt:
         process.early_deaths = process.early_deaths + 1 if is_early else 0
         if process.early_deaths >= _MAX_EARLY_DEATHS:
             reason = f"{process.name} died three times within {self.early_s:.0f} s of its start"
-            self.give_up(process, Verdict("infrastructure", "stop", reason, last_lines=last_lines(process.log, 15)))
             self.processes.remove(process)
+            self.give_up(process, Verdict("infrastructure", "stop", reason, last_lines=last_lines(process.log, 15)))
             return
         events.record(self.run, self.number, events.ProcessRestarted(process.name, process.popen.returncode))
         process.start(self.echo)

@@ -76,6 +76,8 @@ class Batch(Attempt):
         self.companions = Companions(run, commands, self.env, self.number)
         self.stop_signal = stop_signal
         self.bad_hosts: list[str] = []  # hosts on which no agent stays alive
+        self._no_agent: Verdict | None = None  # what to end with if none does, on any host
+        self._may_get_agents = True  # from companions
         self._signalled_at = self._asked_at = 0.0
         self._question: Future[client.QueuedJob | None] | None = None  # query that SLURM has not answered yet
         self._is_away = False  # the controller: it has not answered the last query
@@ -190,12 +192,13 @@ class Batch(Attempt):
             if reachable(self.coordinator):  # then its signal handlers are installed
                 self.processes[0].popen.send_signal(signal.SIGUSR1)
         has_died = any(p.has_ended and self.restarts(p) for p in self.processes)
-        may_be_lost = self._is_away or self.commands.max_nodes > 1  # a job ends with its only node
+        missing = self._without_agent()
+        may_be_lost = self._is_away or missing or self.commands.max_nodes > 1  # a job ends with its only node
         is_due = may_be_lost and now - self._asked_at > (_AGAIN_S if self._is_away else _QUEUE_S)
         if self._question is None and (has_died or is_due):
             self._asked_at = now
-            missing = self._without_agent() if self.commands.regrow and not self.stop_signal else []
-            self._question = beside(lambda: self._ask(missing))
+            to_replace = missing if self.commands.regrow and not self.stop_signal else []
+            self._question = beside(lambda: self._ask(to_replace))
         if self._question is not None and wait([self._question], _ANSWER_S if has_died else 0).done:
             question, self._question = self._question, None
             try:
@@ -210,12 +213,20 @@ class Batch(Attempt):
                     self._tell(e)
             if job is not None:
                 self._look_at_allocation(job)
+            if self._no_agent and not self._may_get_agents and len(missing) == self.commands.max_nodes:
+                self._end_without_agents(self._no_agent)
+
+    def _end_without_agents(self, verdict: Verdict) -> None:
+        """End an attempt of a run that has never trained; another waits for what its nodes lack now."""
+        rounds = events.newest_of(self.run, events.RoundStarted)
+        if not any(e.attempt >= self.run.first_attempt() for e in rounds):
+            verdict.close(self.run, self.number)
 
     def _ask(self, missing: Sequence[int]) -> client.QueuedJob | None:
         """Return SLURM's record of this job, and request companions for the missing nodes."""
         job = client.running(self.job_id)
         try:
-            self.companions.request(missing)
+            self._may_get_agents = self.companions.request(missing)
         except client.SlurmError as e:
             logger.warning("%s", e)
         return job
@@ -249,12 +260,15 @@ class Batch(Attempt):
             events.record(self.run, self.number, events.TakenAway(process.name, list(process.hosts)))
 
     def give_up(self, process: Process, verdict: Verdict) -> None:
-        """End the attempt only if the coordinator or every agent is lost."""
-        self.bad_hosts += process.hosts if process.name != "guard" else []
-        if process.name == "coordinator" or len(self._without_agent()) == self.commands.max_nodes:
+        """End the attempt only without a coordinator; a node without an agent gets a companion."""
+        if process.name == "coordinator":
             verdict.close(self.run, self.number)
-        else:
-            events.record(self.run, self.number, events.GivenUp(process.name, verdict.reason))
+            return
+        if process.name != "guard":
+            self.bad_hosts += process.hosts
+            self._no_agent = replace(verdict, reason=f"no node's agent stays alive; {verdict.reason}")
+            self._asked_at = 0.0  # for a companion
+        events.record(self.run, self.number, events.GivenUp(process.name, verdict.reason))
 
     def _start_again(self, verdict: Verdict) -> int:
         """Restart the job without the nodes that failed. Does not return if SLURM requeues it."""

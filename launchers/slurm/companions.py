@@ -57,8 +57,8 @@ class Companions:
     jobs: dict[int, str] = field(default_factory=dict)
     tries: Counter[int] = field(default_factory=Counter)
 
-    def request(self, nodes: Sequence[int]) -> None:
-        """Submit a companion for each of these nodes that has none queued or running.
+    def request(self, nodes: Sequence[int]) -> bool:
+        """Submit a companion for each of these nodes that has none queued or running; False if none will run.
 
         After the last refusal `status` shows the reason.
 
@@ -71,16 +71,19 @@ class Companions:
             name = f"{self.run.name}-{self.commands.job_id}-node-{node}"  # another run may have this name
             if name in named:  # SLURM may also have taken one without an answer
                 self.jobs[node] = named[name]
-            elif self.jobs.get(node) not in active and self.tries[node] < _TRIES:  # the site may name it anew
-                self.tries[node] += 1
-                try:
-                    self.jobs[node] = self._submit(node, name)
-                except client.SlurmError as e:
-                    if self.tries[node] == _TRIES:
-                        why = f"no node in place of node {node}: SLURM says: {one_line(e)}"
-                        events.record(self.run, self.attempt, events.Waiting(why))
-                    raise
-                events.record(self.run, self.attempt, events.NodeAskedFor(node, self.jobs[node]))
+            if self.jobs.get(node) in active or self.tries[node] == _TRIES:  # the site may name it anew
+                continue
+            self.tries[node] += 1
+            try:
+                self.jobs[node] = self._submit(node, name)
+            except client.SlurmError as e:
+                if self.tries[node] == _TRIES:
+                    why = f"no node in place of node {node}: SLURM says: {one_line(e)}"
+                    events.record(self.run, self.attempt, events.Waiting(why))
+                raise
+            active[self.jobs[node]] = name
+            events.record(self.run, self.attempt, events.NodeAskedFor(node, self.jobs[node]))
+        return any(self.jobs.get(node) in active or self.tries[node] < _TRIES for node in nodes)
 
     def _submit(self, node: int, name: str) -> str:
         program = [sys.executable, "-m", "fsdp_jobs.launchers.slurm.companions", "node"]

@@ -17,6 +17,7 @@ from fsdp_jobs.launchers.slurm.companions import Companions, fill_in
 from fsdp_jobs.launchers.slurm.steps import Commands, srun
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ATTEMPT_ENV
+from fsdp_jobs.run.verdict import Verdict
 from tests.jobs import ROOT, Watched
 from tests.launchers.slurm.simulated import say
 
@@ -84,6 +85,25 @@ def test_an_agent_that_dies_early_three_times_is_given_up_and_a_companion_reques
     assert [e["node"] for e in job.events("node_asked_for")][:1] == [2], done.stderr
     assert "--exclude=node9 --partition=p" in (tmp_path / "submitted").read_text()
     assert (tmp_path / "cancelled").read_text().startswith("--quiet 8")
+
+
+def test_a_job_whose_agents_live_nowhere_ends(tmp_path: Path) -> None:
+    """As with an image that does not exist: it waited ten minutes for nodes, and was then requeued to do the same."""
+    for command, script in {
+        "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"',
+        "squeue": "echo '7|RUNNING|None|N/A|node[1-2]|node1|7'",
+    }.items():
+        say(tmp_path, command, script)
+    job = Watched(RunDir(tmp_path / "runs" / "a"))
+    waits = ["sh", "-c", f"until [ -e {job.run.verdict(0)} ]; do sleep 0.2; done"]
+    agent = ["sh", "-c", "echo no such image; exit 1"]
+    Commands(waits, agent, [], {}, max_nodes=2, regrow=False, exclude=[], submit=[]).write(job.run)
+    done = batch(tmp_path, job.run, {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_CPUS_PER_NODE": "2(x2)"})
+    assert done.returncode == 1, done.stderr
+    verdict = Verdict.read(job.run, 0)
+    assert verdict is not None and verdict.decision == "stop", done.stderr
+    assert verdict.reason.startswith("no node's agent stays alive; node-"), verdict.reason
+    assert "no such image" in verdict.last_lines
 
 
 def test_steps_that_fail_while_the_controller_is_away_begin_when_it_answers(tmp_path: Path) -> None:
