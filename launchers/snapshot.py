@@ -6,9 +6,10 @@ A job that waits in a queue, or is requeued, runs the code of its submission, un
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,6 +45,12 @@ def link(folder: Path, to: Path) -> None:
     """Replace `folder` by a link to a copy that several runs share."""
     _remove(folder)
     folder.symlink_to(to)
+
+
+def with_code(folder: Path, command: Sequence[str]) -> list[str]:
+    """Return a container's command, with a copy of the code before what its image has on PYTHONPATH."""
+    export = f"export PYTHONPATH={shlex.quote(str(folder))}${{PYTHONPATH:+:$PYTHONPATH}}"
+    return ["sh", "-c", f'{export}; exec "$@"', "-", *command]
 
 
 def _remove(folder: Path) -> None:

@@ -17,17 +17,17 @@ import docker
 import yaml
 from docker.context import ContextAPI
 from docker.context.config import get_current_context_name
-from docker.types import DeviceRequest, Mount
+from docker.types import DeviceRequest
 from docker.utils import parse_bytes
 from requests.exceptions import RequestException
 
 from fsdp_jobs.config.clusters import DockerClusterConfig
-from fsdp_jobs.config.data import input_paths
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.app import arguments
 from fsdp_jobs.launchers.base import Job
-from fsdp_jobs.launchers.snapshot import Snapshot, take
+from fsdp_jobs.launchers.mounts import Mount, mounts_of
+from fsdp_jobs.launchers.snapshot import Snapshot, take, with_code
 from fsdp_jobs.run.directory import RunDir, as_written
 from fsdp_jobs.run.env import ADDRESS_ENV
 
@@ -118,9 +118,9 @@ def translate(job: Job, daemon: dict[str, Any], gpus: list[str]) -> DockerReques
     """
     config, run, cluster = job.config, RunDir(as_written(job.run.path)), cluster_of(job.config)
     code = take(Path.cwd(), run.path.parent, cluster.snapshot_mb) if cluster.snapshot_mb else None
-    mounts, here = list(_mounts(config, run)), as_written(".")
+    mounts, here = [*mounts_of(config, run), *map(parse_mount, cluster.mounts)], as_written(".")
     folder = here
-    if config.is_program and not any(here.is_relative_to(to) for _, to, _ in mounts):
+    if config.is_program and not any(here.is_relative_to(mount.target) for mount in mounts):
         folder = run.path
         logger.warning(
             "containers see a copy of your code, but not %s; the program works in %s. cluster.mounts=[%s:%s] mounts it",
@@ -136,7 +136,7 @@ def translate(job: Job, daemon: dict[str, Any], gpus: list[str]) -> DockerReques
         "cap_drop": ["ALL"],
         "security_opt": ["no-new-privileges", *confined],
         "userns_mode": "host" if "userns" in security else None,  # mapped users may not write to the run directory
-        "mounts": [Mount(to, source, type="bind", read_only=only) for source, to, only in mounts],
+        "mounts": [docker.types.Mount(m.target, m.source, type="bind", read_only=m.is_read_only) for m in mounts],
     }
     default = min(job.plan.ranks_per_node, daemon["NCPU"]) if daemon.get("CpuCfsQuota", True) else 0  # 0: no limit
     limits = {
@@ -144,15 +144,15 @@ def translate(job: Job, daemon: dict[str, Any], gpus: list[str]) -> DockerReques
         "nano_cpus": int((cluster.cpus or default) * 1e9),
         "shm_size": parse_bytes(cluster.shm),
     }
-    prefix, python_path = prefix_of(run), {"PYTHONPATH": str(run.code)} if code is not None else {}
+    prefix, python = prefix_of(run), ["python"] if code is None else with_code(run.code, ["python"])
 
     def container(name: str, address: str, args: list[str], limits: dict[str, Any]) -> dict[str, Any]:
         part = name.partition("-")[0]
-        env = {**job.app.roles[0].env, ADDRESS_ENV: f"{prefix}-{name}", **python_path, **cluster.env}
+        env = {**job.app.roles[0].env, ADDRESS_ENV: f"{prefix}-{name}", **cluster.env}
         return {
             "user": user,
             "working_dir": str(folder),
-            "entrypoint": ["python"],
+            "entrypoint": python,
             "stop_timeout": int(config.elastic.stop_grace_s),
             "name": f"{prefix}-{name}",
             "hostname": name,
@@ -170,19 +170,8 @@ def translate(job: Job, daemon: dict[str, Any], gpus: list[str]) -> DockerReques
     return DockerRequest(str(run.path), prefix, cluster.image, gpus, list(cluster.pass_env), made, code)
 
 
-def _mounts(config: JobConfig, run: RunDir) -> Iterator[tuple[str, str, bool]]:
-    """Yield (from, to, read only) of each path that a job reads or writes outside its image."""
-    yield str(run.path), str(run.path), False
-    if config.checkpoint.dir is not None and "://" not in config.checkpoint.dir:
-        yield config.checkpoint.dir, config.checkpoint.dir, False  # it must exist for Docker: `create` makes it
-    for path in input_paths(config):
-        yield str(as_written(path)), str(as_written(path)), True
-    for text in cluster_of(config).mounts:
-        yield parse_mount(text)
-
-
-def parse_mount(text: str) -> tuple[str, str, bool]:
-    """Parse `from:to` or `from:to:ro` into (from, to, read only).
+def parse_mount(text: str) -> Mount:
+    """Parse `from:to` or `from:to:ro`.
 
     Raises:
         ValueError: it has another form, or `to` is not absolute.
@@ -190,7 +179,7 @@ def parse_mount(text: str) -> tuple[str, str, bool]:
     source, *rest = text.split(":")
     if len(rest) not in (1, 2) or not rest[0].startswith("/") or rest[1:] not in ([], ["ro"], ["rw"]):
         raise ValueError(text)
-    return str(as_written(source)), rest[0], rest[1:] == ["ro"]
+    return Mount(str(as_written(source)), rest[0], rest[1:] == ["ro"])
 
 
 def create(api: docker.APIClient, request: DockerRequest) -> None:

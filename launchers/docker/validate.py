@@ -83,7 +83,7 @@ def _inputs(cluster: DockerClusterConfig) -> Iterator[Problem]:
             yield Problem(f"cluster.pass_env=[{name}]", "is not in your environment", f"export {name}=...")
     for text in cluster.mounts:
         try:
-            source = parse_mount(text)[0]
+            source = parse_mount(text).source
         except ValueError:
             yield Problem(f"cluster.mounts=[{text}]", "is not from:to or from:to:ro", "e.g. [/data:/data:ro]")
             continue

@@ -7,7 +7,7 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fsdp_jobs import __version__
@@ -15,12 +15,14 @@ from fsdp_jobs.config.clusters import SlurmClusterConfig
 from fsdp_jobs.config.resolve import accelerator
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.base import Finding
-from fsdp_jobs.launchers.slurm import client, site
+from fsdp_jobs.launchers.slurm import client, container, site
 from fsdp_jobs.launchers.slurm.script import asked, cluster_of
 from fsdp_jobs.launchers.slurm.validate import NO_REASON, answer, file_system
-from fsdp_jobs.run.directory import as_written
+from fsdp_jobs.run.directory import RunDir, as_written
 
 _WAIT_S = 30  # for a free node
+_IMPORT_MINUTES = 10  # for an image that the node does not have yet
+_NOTE = ".doctor-"  # begins the name of a file in runs_dir that a node is asked to read
 _CLOCK_SKEW_S = 2.0
 _ON_NODE = """
 import socket, sys, time, torch, fsdp_jobs
@@ -101,38 +103,70 @@ def _requeue(config: JobConfig) -> Iterator[Finding]:
 
 
 def _node(config: JobConfig, cluster: SlurmClusterConfig) -> Iterator[Finding]:
-    """Run a task on one node to check that it sees the run directories and this Python."""
+    """Run a task on one node to check that it sees the run directories and this Python, and one in the container."""
     runs = as_written(config.runs_dir)
     runs.mkdir(parents=True, exist_ok=True)
     kind = file_system(runs)
-    word = secrets.token_hex(8)
-    note = runs / f".doctor-{word}"
-    note.write_text(word)
-    where = ["--nodes=1", "--ntasks=1", "--time=2", f"--immediate={_WAIT_S}", "--quiet", *_where(config)]
-    python = cluster.python or sys.executable
+    python = container.python_outside(cluster, sys.executable)
     try:
         before = time.time()
-        said = client.call("srun", *where, python, "-c", _ON_NODE, str(note), timeout_s=6 * _WAIT_S)
-        host, now, fsdp_jobs, torch, gpus = said.rpartition(word)[2].split()[:5]  # a site may print lines around it
+        host, now, *versions = _ask_node(config, runs, [python], minutes=2)
         skew_s = max(before - float(now), float(now) - time.time(), 0.0)
     except client.SlurmError as e:
-        yield _why_no_node(str(e), runs, kind, note)
+        yield _why_no_node(str(e), runs, kind)
         return
-    finally:
-        note.unlink()
     yield Finding("runs_dir", "ok", f"{host} sees {runs} ({kind})")
-    fact = f"{host} runs {python} with fsdp_jobs {fsdp_jobs}, torch {torch}, {gpus} GPUs"
-    yield Finding("python", "ok" if fsdp_jobs == __version__ else "warning", fact, f"fsdp_jobs {__version__} there")
+    yield _versions("python", f"{host} runs {python}", versions)
     fact = f"the clock of {host} differs by {skew_s:.1f} s from this machine's"
     yield Finding("time", "ok" if skew_s < _CLOCK_SKEW_S else "warning", fact, "NTP on both")
+    if cluster.container is None:
+        return
+    container.make_folders(config, RunDir(runs))
+    agents = container.python_of_agents(cluster, config, RunDir(runs), python)
+    try:
+        host, _, *versions = _ask_node(config, runs, agents, minutes=_IMPORT_MINUTES)
+        yield _versions("container", f"{host} runs {agents[-1]} in {cluster.container}", versions)
+    except client.SlurmError as e:
+        yield Finding(
+            "container", "bad", _last_line(str(e)), "an image with fsdp_jobs in it; its interpreter: cluster.python=..."
+        )
 
 
-def _why_no_node(error: str, runs: Path, kind: str, note: Path) -> Finding:
-    if note.name in error:
+def _ask_node(config: JobConfig, runs: Path, python: list[str], minutes: int) -> list[str]:
+    """Return what a node says: its name, its time in seconds, and its versions of fsdp_jobs and torch, and its GPUs.
+
+    Raises:
+        SlurmError: it does not see `runs`, or cannot run the script.
+    """
+    word = secrets.token_hex(8)
+    note = runs / f"{_NOTE}{word}"
+    note.write_text(word)
+    where = ["--nodes=1", "--ntasks=1", f"--time={minutes}", f"--immediate={_WAIT_S}", "--quiet", *_where(config)]
+    try:
+        timeout_s = 60 * minutes + 2 * _WAIT_S
+        said = client.call("srun", *where, *python, "-c", _ON_NODE, str(note), timeout_s=timeout_s)
+    finally:
+        note.unlink()
+    return said.rpartition(word)[2].split()[:5]  # a site may print lines around it
+
+
+def _versions(title: str, fact: str, versions: Sequence[str]) -> Finding:
+    fsdp_jobs, torch, gpus = versions
+    fact = f"{fact} with fsdp_jobs {fsdp_jobs}, torch {torch}, {gpus} GPUs"
+    return Finding(title, "ok" if fsdp_jobs == __version__ else "warning", fact, f"fsdp_jobs {__version__} there")
+
+
+def _why_no_node(error: str, runs: Path, kind: str) -> Finding:
+    if _NOTE in error:
         return Finding("runs_dir", "bad", f"the nodes do not see {runs} ({kind})", "runs_dir=... on shared storage")
     if "ModuleNotFound" in error or "No such file" in error or "execve" in error:
-        last = next((line for line in reversed(error.splitlines()) if line.strip() and "srun" not in line[:5]), error)
-        return Finding("python", "bad", last, "an environment on shared storage; cluster.python=...")
+        return Finding("python", "bad", _last_line(error), "an environment on shared storage; cluster.python=...")
     if NO_REASON in error:
         return Finding("node", "bad", f"refused: {answer(error)}", "cluster.account, cluster.partition, cluster.qos")
     return Finding("node", "warning", f"none examined: {answer(error)}", "all may be busy; try again later")
+
+
+def _last_line(error: str) -> str:
+    """Return the line that says most: that of enroot, which is not the last, or the last that is not srun's own."""
+    lines = [line for line in error.splitlines() if line.strip() and "srun" not in line[:5]]
+    return next((line for line in lines if "[ERROR]" in line), lines[-1] if lines else error)

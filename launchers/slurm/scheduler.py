@@ -12,7 +12,7 @@ import yaml
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.base import Description, Job, Launcher, at_once, prepare_each
-from fsdp_jobs.launchers.slurm import client, site, submission, validate
+from fsdp_jobs.launchers.slurm import client, container, site, submission, validate
 from fsdp_jobs.launchers.slurm.examine import examine
 from fsdp_jobs.launchers.slurm.script import Script, cluster_of, commands, margin_s, script
 from fsdp_jobs.launchers.slurm.steps import Commands
@@ -128,7 +128,7 @@ class SlurmLauncher(Launcher):
         for number, group in enumerate(groups):
             for task, index in enumerate(group):
                 requests[index].commands.place = f"{number}_{task if len(group) > 1 else ''}"
-        at_once(lambda request: request.commands.write(request.job.run), requests)
+        at_once(_write_commands, requests)
         if folder is None:
             _write_code(requests, None)
             ids = [submission.sbatch(request.job.run.submit / "slurm", request.text) for request in requests]
@@ -186,6 +186,14 @@ class SlurmLauncher(Launcher):
 
 
 create_scheduler = SlurmLauncher.scheduler
+
+
+def _write_commands(request: SlurmRequest) -> None:
+    """Write the commands of a batch step, and make the folders that they mount."""
+    config, run = request.job.config, request.job.run
+    if cluster_of(config).container is not None:
+        container.make_folders(config, run)
+    request.commands.write(run)
 
 
 def _write_code(requests: Sequence[SlurmRequest], shared: Path | None) -> None:

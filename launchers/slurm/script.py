@@ -19,7 +19,7 @@ from fsdp_jobs.config.resolve import node_range
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.app import arguments
 from fsdp_jobs.launchers.base import Job
-from fsdp_jobs.launchers.slurm import client
+from fsdp_jobs.launchers.slurm import client, container
 from fsdp_jobs.launchers.slurm.steps import Commands
 from fsdp_jobs.plan.topology import expand_hostlist
 from fsdp_jobs.run.directory import as_written
@@ -95,14 +95,13 @@ def commands(job: Job, site: Site, margin_s: int) -> Commands:
     """Render the commands of the batch step."""
     cluster = cluster_of(job.config)
     trainer = job.role("trainer")
-    inside = _container(cluster, trainer, str(as_written(job.run.path)))
-    agent = _argv(trainer, cluster, site)
+    python = container.python_of_agents(cluster, job.config, job.run, site.python)
     kind = [str(trainer.resource.cpu), "cuda" if trainer.resource.gpu else "cpu"]
     options = (*_resources(cluster, trainer, site), *map(long_form, cluster.extra))
     return Commands(
-        coordinator=_argv(job.role("coordinator"), cluster, site),
-        agent=[*inside, *agent],
-        node_test=[*inside, agent[0], "-m", _NODE_TEST, *kind] if cluster.preflight else [],
+        coordinator=[container.python_outside(cluster, site.python), *arguments(job.role("coordinator"))],
+        agent=[*python, *arguments(trainer, "{node}")],
+        node_test=[*python, "-m", _NODE_TEST, *kind] if cluster.preflight else [],
         env=trainer.env,
         max_nodes=trainer.num_replicas,
         regrow=cluster.regrow,
@@ -131,23 +130,6 @@ def long_form(option: str) -> str:
     """Return an option of `cluster.extra` with its long name: `--dependency=afterok:7` for `-d afterok:7`."""
     name = _LONG.get(option[:2])
     return f"--{name}={option[2:].lstrip(' =')}" if name else option
-
-
-def _argv(role: Role, cluster: SlurmClusterConfig, site: Site) -> list[str]:
-    inside = cluster.container is not None and role.name == "trainer"
-    python = cluster.python or ("python3" if inside else site.python)
-    return [python, *arguments(role, "{node}")]
-
-
-def _container(cluster: SlurmClusterConfig, trainer: Role, run_dir: str) -> list[str]:
-    """Return the arguments before the agent's: options of srun for pyxis, a command for Apptainer."""
-    if cluster.container is None:
-        return []
-    mounts = ",".join([f"{run_dir}:{run_dir}", *cluster.container_mounts])
-    if cluster.container_runtime == "pyxis":
-        return [f"--container-image={cluster.container}", f"--container-mounts={mounts}"]
-    gpus = ["--nv"] if trainer.resource.gpu else []
-    return ["apptainer", "exec", *gpus, f"--bind={mounts}", cluster.container]
 
 
 @dataclass(frozen=True)
@@ -228,7 +210,7 @@ def script(job: Job, site: Site, topology: Topology | None, margin_s: int) -> Sc
         resources=(*nodes, *_resources(cluster, trainer, site), *_switches(cluster, job.plan, high, topology)),
         extra=tuple(map(long_form, cluster.extra)),
         setup=tuple(cluster.setup),
-        python=cluster.python or site.python,
+        python=container.python_outside(cluster, site.python),
         folder=str(as_written(".")),
         brings_code=bool(cluster.snapshot_mb),
         margin_s=margin_s,

@@ -14,7 +14,7 @@ from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.resolve import least_nodes, most_nodes
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.base import Job
-from fsdp_jobs.launchers.slurm import client
+from fsdp_jobs.launchers.slurm import client, container
 from fsdp_jobs.launchers.slurm.script import asked, cluster_of, long_form
 from fsdp_jobs.launchers.slurm.steps import LEAST_TRAINING_S
 from fsdp_jobs.plan.memory import size
@@ -55,6 +55,8 @@ def problems_here(job: Job) -> Iterator[Problem]:
         if cluster.exclusive and option.startswith(("--exclusive=", "--oversubscribe", "-s")):
             what = "would share nodes, with one CPU of each, where cluster.exclusive=true asks for whole ones"
             yield Problem(f"cluster.extra=[{option}]", what, "cluster.exclusive=false, too")
+    if cluster.container is not None:
+        yield from container.problems(job.config, run)
     if job.away:
         return
     if (kind := file_system(run.path)) in _IN_MEMORY:

@@ -54,7 +54,16 @@ CASES: dict[str, tuple[Site, list[str]]] = {
             "cluster.python=/sw/python",
         ],
     ),
-    "pyxis": (TREE, ["nodes=2", "cluster.container=/images/torch.sqsh", "cluster.container_mounts=['/data:/data']"]),
+    "pyxis": (
+        TREE,
+        [
+            "nodes=2",
+            "checkpoint.dir=/scratch/saved",
+            "cluster.container=/images/torch.sqsh",
+            "cluster.container_mounts=['/data:/data']",
+            "cluster.python=/opt/conda/bin/python",
+        ],
+    ),
     "apptainer_cpu": (
         NO_GPUS,
         [
@@ -77,8 +86,7 @@ def rendered(site: Site, overrides: list[str], run_dir: str = "/shared/runs/gold
         role.env = {"OMP_NUM_THREADS": "1"}
     agent = shlex.join(commands(job, site, margin_s=70).agent)
     text = script(job, site, topology_of(site, config), 70).of_run(run_dir, job.app.name, "250101120000-0a1b2c")
-    text = text.replace(str(as_written(".")), "/shared/me")  # where the tests run
-    return f"{text}\n# agent: {agent}\n"
+    return f"{text}\n# agent: {agent}\n".replace(str(as_written(".")), "/shared/me")  # where the tests run
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -96,6 +96,38 @@ def test_doctor_looks_at_the_cluster_and_at_one_of_its_nodes(lab: Lab, tmp_path:
     assert not list(Path(tmp_path, "runs").iterdir()), "nothing is left"
 
 
+# Runs what it is given, without another root; the interpreter of its one image is nowhere else.
+APPTAINER = """#!/bin/sh
+shift
+while [ "${1#--}" != "$1" ]; do shift; done
+[ "$1" = torch.sif ] || { echo "FATAL: could not open image $1" >&2; exit 255; }
+[ "$2" = /image/python ] || { echo "FATAL: $2: no such file" >&2; exit 255; }
+shift 2
+IN_CONTAINER=yes exec PYTHON "$@"
+"""
+
+
+def test_agents_run_in_a_container_simulated_apptainer(lab: Lab, tmp_path: Path) -> None:
+    """With its own interpreter, which the coordinator and the batch step outside do not have."""
+    (tmp_path / "apptainer").write_text(APPTAINER.replace("PYTHON", sys.executable))
+    (tmp_path / "apptainer").chmod(0o755)
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    inside = ["cluster.container_runtime=apptainer", "cluster.python=/image/python"]
+    done = lab.cli(tmp_path, "doctor", *ON_CPU, *inside, "cluster.container=torch.sif", **path)
+    assert "runs /image/python in torch.sif with fsdp_jobs" in done.stdout, done.stdout + done.stderr
+    assert f"runs {sys.executable} with fsdp_jobs" in done.stdout, "what stays outside"
+    done = lab.cli(tmp_path, "doctor", *ON_CPU, *inside, "cluster.container=none.sif", **path)
+    assert done.returncode == 1 and "container       FATAL: could not open image none.sif" in done.stdout, done.stdout
+
+    (tmp_path / "where.py").write_text("import os; print(os.environ['IN_CONTAINER'], os.getcwd())")
+    job = ["name=inside", "attach=true", f"checkpoint.dir={tmp_path}/saved", *inside, "cluster.container=torch.sif"]
+    done = lab.cli(tmp_path, *ON_CPU, *job, "nodes=1", "where.py", **path)
+    assert done.returncode == 0 and f"yes {tmp_path}" in done.stdout, done.stdout + done.stderr
+    assert (tmp_path / "saved").is_dir(), "a container mounts only what is there"
+    done = lab.cli(tmp_path, *ON_CPU, *job, f"runs_dir={tmp_path}/a:b", "nodes=1", "where.py", **path)
+    assert done.returncode == 2 and "a:b/inside: cannot be mounted in a container" in done.stderr, done.stderr
+
+
 # `python -c` of this is `python -m fsdp_jobs`, but its submissions have always the same id.
 SAME_ID = """
 import sys

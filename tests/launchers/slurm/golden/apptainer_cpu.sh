@@ -17,4 +17,4 @@ export FSDP_JOBS_SUBMISSION=250101120000-0a1b2c
 trap '' USR1
 exec /env/bin/python -m fsdp_jobs.launchers.slurm.batch /shared/runs/golden $early
 
-# agent: apptainer exec --bind=/shared/runs/golden:/shared/runs/golden torch.sif python3 -m fsdp_jobs.node.agent /shared/runs/golden --node '{node}' --nproc 2
+# agent: apptainer exec --bind=/shared/me:/shared/me,/shared/runs/golden:/shared/runs/golden torch.sif python3 -m fsdp_jobs.node.agent /shared/runs/golden --node '{node}' --nproc 2

@@ -19,4 +19,4 @@ export PYTHONSAFEPATH=1 PYTHONPATH=/shared/runs/golden/code${PYTHONPATH:+:$PYTHO
 trap '' USR1
 exec /env/bin/python -m fsdp_jobs.launchers.slurm.batch /shared/runs/golden $early
 
-# agent: --container-image=/images/torch.sqsh --container-mounts=/shared/runs/golden:/shared/runs/golden,/data:/data python3 -m fsdp_jobs.node.agent /shared/runs/golden --node '{node}' --nproc 8
+# agent: --container-image=/images/torch.sqsh --container-mounts=/shared/me:/shared/me,/shared/runs/golden:/shared/runs/golden,/scratch/saved:/scratch/saved,/data:/data --container-workdir=/shared/me sh -c 'export PYTHONPATH=/shared/runs/golden/code${PYTHONPATH:+:$PYTHONPATH}; exec "$@"' - /opt/conda/bin/python -m fsdp_jobs.node.agent /shared/runs/golden --node '{node}' --nproc 8
