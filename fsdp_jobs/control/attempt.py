@@ -211,13 +211,14 @@ class Attempt:
         if found.stop:
             self.on_stop(found.stop, now)
 
-    def exclude(self, host: str, for_s: float, why: str) -> bool:
-        """Exclude a machine for `for_s` seconds; False if that cannot be recorded."""
+    def exclude(self, found: events.MachineExcluded, for_s: float) -> bool:
+        """Exclude a machine for `for_s` seconds, and record it; False if it cannot be excluded."""
         try:
-            self.run.exclude(host, for_s, why)
+            self.run.exclude(found.host, for_s, found.why)
         except (BadInput, OSError) as e:  # the user edits the file, or the disk is full
-            self.warn(f"{host} cannot be excluded: {e}")
+            self.warn(f"{found.host} cannot be excluded: {e}")
             return False
+        self.record(found)
         return True
 
     def break_round(self, why: str, now: float, since: float | None = None) -> None:
@@ -265,8 +266,8 @@ class Attempt:
             self.close(verdict, now)
         elif machine is not None and (self.config.cluster.restarts_elsewhere or len(set(broken.hosts.values())) > 1):
             reason = self.machines.blame(machine, cause.why, at_once=broken.excludes and cause.node == broken.culprit)
-            if reason is not None and self.exclude(machine, self.elastic.exclude_for_s, reason):
-                self.record(events.MachineExcluded(machine, reason))
+            if reason is not None:
+                self.exclude(events.MachineExcluded(machine, reason), self.elastic.exclude_for_s)
 
     def _look_for_lost(self, now: float) -> set[int]:
         """Blame the node if only one was lost. If several were, the network or the coordinator is at fault.
