@@ -54,11 +54,17 @@ _EVALUATION = re.compile(
     r".*\b(?:split|mode|phase|stage|subset|type|event)['\"]?\s*[:=]\s*['\"]?(?:" + _EVALUATES + r"|test\b))",
     re.IGNORECASE,
 )
+# Step and loss of the checkpoint with which a program begins, maybe those of another training.
+_RESTORED = re.compile(
+    r"^(?=.*(?:load|resum|restor))(?:(?!\b(?:step|iter|batch|epoch|loss)).)*?"
+    r"\b(?:loaded|resum(?:ed|ing)|restor(?:ed|ing)|loading (?:checkpoint|model|weights))\b(?!\s*[])=]|\W*\d)",
+    re.IGNORECASE,
+)
 _NO_PART = "(?<!aux )(?<!balance )(?<!best )(?<!z-)"  # of a loss that has several
 _LOSS = re.compile(
     rf"(?<![\w/])(?=[almrst]){_NO_PART}{_NO_TRAINING}"
-    r"(?:(?:train(?:ing)?|step|total|avg|mean|running|lm|reduced_train)[_ /])?"
-    r"loss(?:_step| train|(?:/(?!val|eval|test)\w+)+(?!/))?"
+    r"(?:(?:train(?:ing)?|step|total|avg|avr|mean|running|lm|reduced_train)[_ /])?"
+    r"(?:crossentropy)?loss(?:_step| train|(?:/(?!val|eval|test)\w+)+(?!/))?"
     rf"['\"]?\s*[:=]?\s*['\"]?(?:tensor\()?(?!0(?![.\d]))(?P<loss>{_NUMBER})",  # 0 is a sum that has not begun
     re.IGNORECASE,
 )
@@ -68,7 +74,7 @@ _STEP = re.compile(
     rf"\b(?=[begins-t\d]){_NO_TRAINING}{_NO_STEP}"  # its first letters: to look back takes longer
     r"(?:training +\[ *(?=\d+/\d+\] +eta)|iter\(train\) +\[ *|(?<!\|)\d+(?:\||, +)(?=\d+(?:\||\] )loss)|"
     rf"{_WENET}\d+/|train:\d+-(?=\d+batch:)|"
-    r"(?:global[_ ]?step|step|iter(?:ation)?|num_update|"
+    r"(?:global[_ ]?step(?:/max_steps)?|step|iter(?:ation)?|num_update|"
     r"(?<=\[)batch|batch(?=\W+\d+/\d)|epoch\W+\d+(?:/\d+)?\W+batch(?!.*\b(?:step|iter)))"
     r"(?:s(?!.*\b(?:step|iter)['\"]?\s*[:=]?\s*\d))?['\"]?\s*[:=#]?\s*['\"\[]?)"  # not of `steps 9 | step 1`
     r"(?:\d+%\|.*\|\s*)?(?P<step>\d[\d,]*)(?![\d.]*(?!batch:)[\w%])(?:\s*(?:/|of)\s*(?P<steps>\d[\d,]*))?",
@@ -124,7 +130,7 @@ class Reader:
         if self._pattern is not None:
             return _reading(_groups(self._pattern, line))
         loss = _plain(_LOSS, line)
-        if loss and _EVALUATION.search(line):
+        if loss and (_EVALUATION.search(line) or _RESTORED.search(line)):
             return None
         if (of_epoch := _groups(_OF_EPOCH, line)) and (loss or "%|" in line):
             of_epoch["steps"] = of_epoch["steps"] or of_epoch["step"]  # a bar without an end
@@ -135,10 +141,12 @@ class Reader:
             bar |= self._loss
             self._loss = {}
             return _reading(bar)
-        if line.lstrip().startswith("{"):
-            self._loss = {"loss": None} if "'train_runtime'" in line else loss  # a mean over the run
+        if "'train_runtime'" in line:
+            loss = {"loss": None}  # it is a mean over the run
         is_heading = _STEP.fullmatch(line.strip()) or _HEADING.search(line.rstrip())
         step = _plain(_STEP, line) | _groups(_EPOCH, line) if loss or is_heading else {}
+        if line.lstrip().startswith("{"):
+            self._loss = {} if step else loss
         before = self._step
         if is_heading:
             self._step = step

@@ -122,6 +122,14 @@ LIGHTNING = "Epoch 1:  50%|█████     | 50/100 [00:05<00:05, 9.80it/s, 
         ),
         ("Resumed=True | {'epoch': 1, 'global_step': 200, 'running_loss': 0}", None),  # a sum that has not begun
         ("step 1 loss 0.0", Reading(1, None, 0.0)),
+        ("steps:  10%|█         | 50/500 [00:10<01:30,  4.91it/s, avr_loss=0.12]", Reading(50, 500, 0.12)),  # kohya's
+        ("Loaded checkpoint: step 5000, loss 2.1", None),
+        ("  Resumed from out/last.pt  (step 100, loss 2.3)", None),
+        ("[Resume] Resuming from step 100, loss=2.3", None),
+        ("=> loaded checkpoint 'last.pt' (epoch 3, step 100, loss 2.3)", None),
+        ("[resumed] step 10 loss 2.3", Reading(10, None, 2.3)),
+        ("data loaded: 0.1s | step 10 | loss 2.3", Reading(10, None, 2.3)),
+        ("step 10 | loss 2.3 | checkpoint loaded", Reading(10, None, 2.3)),
         ("Validation DataLoader 0:  50%|█████     | 5/10 [00:00<00:00, 90.0it/s]", None),
     ],
 )
@@ -143,6 +151,18 @@ def test_the_trainer_tells_its_loss_and_its_bar_the_step() -> None:
     assert [r for line in lines if (r := reader.read(line))] == [Reading(10, 100, 2.3404), Reading(100, 100)]
 
 
+def test_what_ms_swift_adds_to_the_trainers_lines_tells_the_step() -> None:
+    reader = Reader(None)
+    lines = [
+        "{'loss': '2.3404', 'epoch': '0.1', 'global_step/max_steps': '10/100', 'percentage': '10.00%'}",
+        "Train:  10%|█         | 10/100 [00:02<00:20,  4.5it/s]",
+        " 20%|██        | 2/10 [00:02<00:20,  4.5it/s]",
+        "{'eval_loss': 2.5, 'epoch': 0.1, 'global_step/max_steps': '15/100', 'percentage': '10.00%'}",
+        "{'train_runtime': 9.9, 'train_loss': 2.2, 'epoch': 1.0, 'global_step/max_steps': '100/100'}",
+    ]
+    assert [r for line in lines if (r := reader.read(line))] == [Reading(10, 100, 2.3404), Reading(100, 100)]
+
+
 def test_a_step_and_its_loss_may_have_a_line_each() -> None:
     reader = Reader(None)
     lines = ["step: 5", "loss: 6.5", "LR: 0.1", "loss: 0.5", "step: 10", "step: 15 loss: 5.5", "loss: 9"]
@@ -154,9 +174,11 @@ def test_a_step_and_its_loss_may_have_a_line_each() -> None:
     [
         (["[batch=10/48]:", "\t Train time/batch: 9", "\t Train loss/train/total: 9.87"], Reading(10, 48, 9.87)),
         (["INFO\t[step=10/48,epoch=1,eta=5d]", "    train/CE loss=9.87"], Reading(10, 48, 9.87, epoch=1)),
+        (["[step=10/48]", "    optim/grad_norm=1.2", "    train/CrossEntropyLoss=9.87"], Reading(10, 48, 9.87)),
+        (["[step=10/48]", "    eval/c4/CrossEntropyLoss=9.87"], None),
         (["INFO\t[step=10/48,epoch=1,eta=5d]", "Saving", "    train/CE loss=9.87"], None),
     ],
-    ids=["Composer", "OLMo-core", "no heading"],
+    ids=["Composer", "OLMo-core", "OLMo", "evaluation", "no heading"],
 )
 def test_what_is_indented_below_a_step_belongs_to_it(lines: list[str], said: Reading | None) -> None:
     reader = Reader(None)
@@ -450,6 +472,16 @@ def test_an_epochs_length_is_no_total_of_steps_over_all_epochs(tmp_path: Path) -
     lines = list(read_json_lines(run.metrics))
     assert [line["step"] for line in lines] == [50, 100, 150, 200, 250, 300]
     assert all(line.get("steps") is None for line in lines)
+
+
+def test_a_fine_tuning_counts_its_own_steps_not_those_of_the_checkpoint_it_begins_with(tmp_path: Path) -> None:
+    run, log = RunDir(tmp_path), RunDir(tmp_path).rank_log(0, 0, 0)
+    log.parent.mkdir(parents=True)
+    output = OutputMetrics(None, run, 0, 0, [])
+    output.begin_round(ALONE)
+    log.write_text("loaded checkpoint: step=50000  train_loss=2.1\nstep 1 loss 1.9\nstep 2 loss 1.8\n")
+    output.close()
+    assert [line["step"] for line in read_json_lines(run.metrics)] == [1, 2]
 
 
 def test_the_first_steps_after_a_silence_take_no_part_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
