@@ -54,8 +54,10 @@ class Saver:
         self._planner, self._group = DefaultSavePlanner(enable_plan_caching=True), group
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
 
-    def save(self, request: SaveRequest, state: State, block: bool) -> tuple[Future[Any], Future[Any]]:
+    def save(self, request: SaveRequest, state: State, block: bool) -> tuple[Future[Any] | None, Future[Any]]:
         """Write a state or, without `block`, begin to. Returns two futures: the state may change; it is written.
+
+        The first is None if nothing copies the state.
 
         Raises:
             TypeError: a value is neither plain nor a tensor; without `block`, the first future raises it.
@@ -66,14 +68,13 @@ class Saver:
             ready = torch.cuda.current_stream().record_event() if self._device.type == "cuda" else None
             staged = self._thread.submit(self._stage, request, tensors, pack, ready, Unchanged(tensors))
             return staged, self._thread.submit(lambda: staged.result()())
-        whole, copied, written = tensors | state.packed(objects), Future[Any](), Future[Any]()
-        copied.set_result(None)
+        whole, written = tensors | state.packed(objects), Future[Any]()
         try:
             dcp.save(whole, **self._how(request))
             written.set_result(None)
         except (Exception, CheckpointException) as e:  # the second is not an Exception
             written.set_exception(e)
-        return copied, written
+        return None, written
 
     def _how(self, request: SaveRequest) -> dict[str, Any]:
         return {"storage_writer": CommittingWriter(request), "planner": self._planner, "process_group": self._group}

@@ -104,7 +104,7 @@ class Agent(LocalElasticAgent):
         if self._is_terminating and None in self._exit_codes():
             return healthy  # torch's method signals again once the first has ended
         if failures := self._dead(worker_group):
-            handler.failed([self._describe(rank, failure) for rank, failure in failures.items()])
+            self._report(failures)
             self._stop_workers(worker_group)
             return RunResult(state=WorkerState.FAILED, failures=failures)
         codes = self._exit_codes()
@@ -114,7 +114,7 @@ class Agent(LocalElasticAgent):
         if {*codes} != {EXIT_DONE}:
             result: RunResult = super()._monitor_workers(worker_group)
             if result.state == WorkerState.FAILED:
-                handler.failed([self._describe(rank, failure) for rank, failure in result.failures.items()])
+                self._report(result.failures)
             return result
         if any(state.read().phase == Phase.LEAVING for state in handler.states):
             handler.failed(
@@ -167,6 +167,9 @@ class Agent(LocalElasticAgent):
         for pid in self._handler.pids():
             with suppress(ProcessLookupError):
                 send(pid, signal.SIGTERM)
+
+    def _report(self, failures: dict[int, ProcessFailure]) -> None:
+        self._handler.failed([self._describe(rank, failure) for rank, failure in failures.items()])
 
     def _describe(self, rank: int, failure: ProcessFailure) -> Failure:
         """Report a failed rank with a summary of its exception, from torch elastic's error file."""

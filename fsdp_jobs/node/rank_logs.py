@@ -53,22 +53,22 @@ class RankLogs(LogsSpecs):
 
     def __init__(self, handler: CoordinatorRendezvous):
         super().__init__()
-        self.handler, self.config, self.run, self.folder = handler, handler.config, handler.run, handler.folder
+        self.handler, self.run = handler, handler.run
         self.attempt, self.node = handler.agent.attempt, handler.agent.node
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         error_files = {}
-        current = self.handler.round
-        if self.config.is_program:
-            device = accelerator_of_node(self.config, torch.cuda.device_count(), len(envs))
-            defaults = accelerate_env.environment(self.config, Layout.from_json(current.layout), device)
+        current, config, folder = self.handler.round, self.handler.config, self.handler.folder
+        if config.is_program:
+            device = accelerator_of_node(config, torch.cuda.device_count(), len(envs))
+            defaults = accelerate_env.environment(config, Layout.from_json(current.layout), device)
         else:
             defaults = _allocator()
         recorded = next((os.environ[name] for name in _RECORDER_ENV if name in os.environ), _RECORDED)
         defaults |= dict.fromkeys(_RECORDER_ENV, recorded)
         defaults |= gloo_interface([envs[0]["MASTER_ADDR"], *expand_hostlist(current.hosts)[:2]])
         for local_rank, env in envs.items():
-            error_file = self.folder / f"error-{local_rank}.json"
+            error_file = folder / f"error-{local_rank}.json"
             error_file.unlink(missing_ok=True)
             error_files[local_rank] = str(error_file)
             place = (self.attempt, self.node, int(env["RANK"]))
@@ -82,7 +82,7 @@ class RankLogs(LogsSpecs):
                 "TORCHELASTIC_RESTART_COUNT": str(current.number),  # the same on every node
                 "NODE_RANK": env["GROUP_RANK"],  # of Composer's launcher
                 "TORCH_FR_DUMP_TEMP_FILE": f"{self.run.node(self.attempt, self.node)}/{FLIGHT_RECORDER}",
-                "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": f"{self.folder}/{FLIGHT_RECORDER}",
+                "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": f"{folder}/{FLIGHT_RECORDER}",
             } | defaults
             env |= {name: env[of_rank] for name, of_rank in _TASK.items() if name in os.environ}
             env |= {name: current.hosts for name in _NODELISTS if current.hosts and name in os.environ}

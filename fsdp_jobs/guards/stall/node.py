@@ -37,10 +37,11 @@ class Guard(guard.Guard):
         records: dict[Path, int | None] = {}
         for rank in numbers:
             records |= self._ask_nccl(rank)
-        for local_rank, stack in enumerate(stacks_of(pids, node.stack_files())):
-            report, status, rank = node.states[local_rank].read(), "gone", numbers[local_rank]
+        stacks = stacks_of(pids, node.stack_files())
+        for rank, pid, state, stack in zip(numbers, pids, node.states, stacks, strict=True):
+            report, status = state.read(), "gone"
             with suppress(psutil.NoSuchProcess):
-                status = psutil.Process(pids[local_rank]).status()
+                status = psutil.Process(pid).status()
             ended, waits = status == "gone" or report.phase == Phase.DONE, stack.is_in_collective
             ranks.append(RankStack(rank, status, bool(stack.frames), report.step, ended, str(stack), waits))
         while any(_version(record) in (None, before) for record, before in records.items()):
