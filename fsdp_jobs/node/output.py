@@ -38,25 +38,26 @@ _NO_TRAINING = "".join(f"(?<!{word}[ .-])" for word in _EVALUATING.split())
 _EVALUATES = (  # `test` may be a program's own name; WeNet's CV is no fold of a cross-validation
     r"(?:val|eval|valid|validat\w+|evaluat\w+|testing|inference|h[eo]ld[-_ ]?out|cv(?= batch| \| (?:epoch|step)))\b"
 )
-_FIELD_END = r"(?:\s*[])|]|\s+-\s|:\s*(?![-+\d\s]|n/?a))"
+_BEFORE_STEPS = r"(?:(?!\b(?:step|iter|batch|epoch|loss)).)*?"
+_FIELD_END = r"(?:\s*[])|]|\s+-\s|:\s*(?![-+\d\s]|n/?a)|\s(?:set|split)\b|\s(?:avg|mean|total)[ _]loss\b)"
 _EVALUATION = re.compile(
     r"^(?=.*(?:val(?!_)|test|inference|h[eo]ld|cv))(?:"  # most lines have none of them
     # At the beginning of a line or of its message, before any step,
-    r"(?:(?!\b(?:step|iter|batch|epoch|loss)).)*?(?:^|[\[\]:|>]| - | (?:INFO|DEBUG) )\s*" + _EVALUATES + r"(?![-=/.])|"
+    rf"{_BEFORE_STEPS}(?:^\W*|[\[\]:|>]| - | (?:INFO|DEBUG) )\s*{_EVALUATES}(?![-=/.])|"
     # as a word by itself before the loss,
     r"(?:(?!loss).)*?(?<![\w/.-])" + _EVALUATES + _FIELD_END + "|"
     # or as `test`, if it is a field behind a step, or begins a message as a title,
     r"(?:(?!loss|step|iter|batch|epoch).)*?"
     r"(?:(?:step|iter|batch|epoch)(?:(?!loss).)*?[\[(|]|(?:^|[\[(|])(?=\s*(?-i:T)))\s*test" + _FIELD_END + "|"
     # or as JSON's object or truth,
-    r"(?:(?!loss).)*?['\"]" + _EVALUATES + r"['\"]:\s*(?:\{|true)|"
+    r"(?:(?!loss).)*?\b" + _EVALUATES + r"['\"]?\s*[:=]\s*(?:\{|true)|"
     # or as the part of the data that a key names, anywhere.
     r".*\b(?:split|mode|phase|stage|subset|type|event)['\"]?\s*[:=]\s*['\"]?(?:" + _EVALUATES + r"|test\b))",
     re.IGNORECASE,
 )
 # Step and loss of the checkpoint with which a program begins, maybe those of another training.
 _RESTORED = re.compile(
-    r"^(?=.*(?:load|resum|restor))(?:(?!\b(?:step|iter|batch|epoch|loss)).)*?"
+    rf"^(?=.*(?:load|resum|restor)){_BEFORE_STEPS}"
     r"\b(?:loaded|resum(?:ed|ing)|restor(?:ed|ing)|loading (?:checkpoint|model|weights))\b(?!\s*[])=]|\W*\d)",
     re.IGNORECASE,
 )
@@ -65,7 +66,7 @@ _LOSS = re.compile(
     rf"(?<![\w/])(?=[almrst]){_NO_PART}{_NO_TRAINING}"
     r"(?:(?:train(?:ing)?|step|total|avg|avr|mean|running|lm|reduced_train)[_ /])?"
     r"(?:crossentropy)?loss(?:_step| train|(?:/(?!val|eval|test)\w+)+(?!/))?"
-    rf"['\"]?\s*[:=]?\s*['\"]?(?:tensor\()?(?!0(?![.\d]))(?P<loss>{_NUMBER})",  # 0 is a sum that has not begun
+    rf"['\"]?\s*[:=]?\s*['\"]?(?:tensor\()?(?!0(?![.\d'\"]))(?P<loss>{_NUMBER})",  # 0 is a sum that has not begun
     re.IGNORECASE,
 )
 _NO_STEP = "(?<!micro[ -])(?<!accumulation )(?<!warmup[ -])"

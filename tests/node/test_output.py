@@ -151,6 +151,12 @@ def test_the_trainer_tells_its_loss_and_its_bar_the_step() -> None:
     assert [r for line in lines if (r := reader.read(line))] == [Reading(10, 100, 2.3404), Reading(100, 100)]
 
 
+def test_a_loss_of_zero_is_one_as_in_reinforcement_learning() -> None:
+    reader = Reader(None)
+    lines = ["{'loss': '0', 'grad_norm': '0.1', 'epoch': '0.1'}", " 10%|█         | 10/100 [00:02<00:20,  4.5it/s]"]
+    assert [r for line in lines if (r := reader.read(line))] == [Reading(10, 100, 0.0)]
+
+
 def test_what_ms_swift_adds_to_the_trainers_lines_tells_the_step() -> None:
     reader = Reader(None)
     lines = [
@@ -377,6 +383,12 @@ def test_lightnings_bar_after_a_resume_is_read_if_its_epoch_is_certain(
         '{"step": 10, "val": {"loss": 2.5}}',
         '{"eval": true, "step": 10, "loss": 2.5}',
         '{"type": "eval", "step": 10, "loss": 2.5}',
+        "step=10, eval=True, loss=2.5",
+        "*** Eval *** step 10 loss 2.5",
+        "--- Validation @ step 10: loss 2.5",
+        "Step 10 | validation set | loss 2.5",
+        "Step 10 on eval split: loss 2.5",
+        "step 10 | val avg loss: 2.5",
         "step 100 | val | loss 2.5",
         "[step 100] val: loss=2.5 acc=0.5",
         "Step 100 Eval: loss 2.3",
