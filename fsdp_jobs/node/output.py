@@ -33,69 +33,87 @@ _MOST = 1 << 20  # bytes read at once
 _HIGHEST = 1 << 53  # steps are lower
 _LONGEST_LINE = 1 << 12  # bytes of a line that are parsed
 _NUMBER = r"[-+]?\d{1,3}(?:,\d{3})+\.\d+|[-+]?\d+\.?\d*(?:e[-+]?\d+)?|[-+]?inf|nan"
+_BEFORE_LOSS = r"(?:(?!loss).)*?"
+_BEFORE_STEPS = r"(?:(?!\b(?:step|iter|batch|epoch|loss)).)*?"
 _EVALUATING = "val eval test valid validate validation evaluate evaluation dev h[eo]ldout h[eo]ld.out"
 _NO_TRAINING = "".join(f"(?<!{word}[ .-])" for word in _EVALUATING.split())
-_EVALUATES = (  # `test` may be a program's own name; WeNet's CV is no fold of a cross-validation
-    r"(?:val|eval|valid|validat\w+|evaluat\w+|testing|inference|h[eo]ld[-_ ]?out|cv(?= batch| \| (?:epoch|step)))\b"
-)
-_BEFORE_STEPS = r"(?:(?!\b(?:step|iter|batch|epoch|loss)).)*?"
+_EVALUATES = r"""(?:
+    val|eval|valid|validat\w+|evaluat\w+|testing|inference|h[eo]ld[-_ ]?out  # `test` may be a program's own name
+    |cv(?=[ ](?:batch|\|[ ](?:epoch|step)))  # WeNet's, no fold of a cross-validation
+)\b"""
 _FIELD_END = r"(?:\s*[])|]|\s+-\s|:\s*(?![-+\d\s]|n/?a)|\s(?:set|split)\b|\s(?:avg|mean|total)[ _]loss\b)"
-_EVALUATION = re.compile(
-    r"^(?=.*(?:val(?!_)|test|inference|h[eo]ld|cv))(?:"  # most lines have none of them
-    # At the beginning of a line or of its message, before any step,
-    rf"{_BEFORE_STEPS}(?:^\W*|[\[\]:|>]| - | (?:INFO|DEBUG) )\s*{_EVALUATES}(?![-=/.])|"
-    # as a word by itself before the loss,
-    r"(?:(?!loss).)*?(?<![\w/.-])" + _EVALUATES + _FIELD_END + "|"
-    # or as `test`, if it is a field behind a step, or begins a message as a title,
-    r"(?:(?!loss|step|iter|batch|epoch).)*?"
-    r"(?:(?:step|iter|batch|epoch)(?:(?!loss).)*?[\[(|]|(?:^|[\[(|])(?=\s*(?-i:T)))\s*test" + _FIELD_END + "|"
-    # or as JSON's object or truth,
-    r"(?:(?!loss).)*?\b" + _EVALUATES + r"['\"]?\s*[:=]\s*(?:\{|true)|"
-    # or as the part of the data that a key names, anywhere.
-    r".*\b(?:split|mode|phase|stage|subset|type|event)['\"]?\s*[:=]\s*['\"]?(?:" + _EVALUATES + r"|test\b))",
-    re.IGNORECASE,
-)
-# Step and loss of the checkpoint with which a program begins, maybe those of another training.
-_RESTORED = re.compile(
-    rf"^(?=.*(?:load|resum|restor)){_BEFORE_STEPS}"
-    r"\b(?:loaded|resum(?:ed|ing)|restor(?:ed|ing)|loading (?:checkpoint|model|weights))\b(?!\s*[])=]|\W*\d)",
-    re.IGNORECASE,
-)
-_NO_PART = "(?<!aux )(?<!balance )(?<!best )(?<!z-)"  # of a loss that has several
-_LOSS = re.compile(
-    rf"(?<![\w/])(?=[almrst]){_NO_PART}{_NO_TRAINING}"
-    r"(?:(?:train(?:ing)?|step|total|avg|avr|mean|running|lm|reduced_train)[_ /])?"
-    r"(?:crossentropy)?loss(?:_step| train|(?:/(?!val|eval|test)\w+)+(?!/))?"
-    rf"['\"]?\s*[:=]?\s*['\"]?(?:tensor\()?(?!0(?![.\d'\"]))(?P<loss>{_NUMBER})",  # 0 is a sum that has not begun
-    re.IGNORECASE,
-)
-_NO_STEP = "(?<!micro[ -])(?<!accumulation )(?<!warmup[ -])"
-_WENET = r"(?<=debug )train(?: \| steps/sec [\d.]+\|)? batch "  # epoch/step
-_STEP = re.compile(
-    rf"\b(?=[begins-t\d]){_NO_TRAINING}{_NO_STEP}"  # its first letters: to look back takes longer
-    r"(?:training +\[ *(?=\d+/\d+\] +eta)|iter\(train\) +\[ *|(?<!\|)\d+(?:\||, +)(?=\d+(?:\||\] )loss)|"
-    rf"{_WENET}\d+/|train:\d+-(?=\d+batch:)|"
-    r"(?:global[_ ]?step(?:/max_steps)?|step|iter(?:ation)?|num_update|"
-    r"(?<=\[)batch|batch(?=\W+\d+/\d)|epoch\W+\d+(?:/\d+)?\W+batch(?!.*\b(?:step|iter)))"
-    r"(?:s(?!.*\b(?:step|iter)['\"]?\s*[:=]?\s*\d))?['\"]?\s*[:=#]?\s*['\"\[]?)"  # not of `steps 9 | step 1`
-    r"(?:\d+%\|.*\|\s*)?(?P<step>\d[\d,]*)(?![\d.]*(?!batch:)[\w%])(?:\s*(?:/|of)\s*(?P<steps>\d[\d,]*))?",
-    re.IGNORECASE,
-)
+_WENET = r"(?<=debug[ ])train(?:[ ]\|[ ]steps/sec[ ][\d.]+\|)?[ ]batch[ ]"  # epoch/step
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    """Compile a pattern in which `[ ]` is a blank; other blanks and what follows `#` are for its reader."""
+    return re.compile(text, re.IGNORECASE | re.VERBOSE)
+
+
+_EVALUATION = _pattern(rf"""
+    ^(?=.*(?:val(?!_)|test|inference|h[eo]ld|cv))(?:  # most lines have none of them
+        # At the beginning of a line or of its message, before any step,
+        {_BEFORE_STEPS}(?:^\W*|[\[\]:|>]|[ ]-[ ]|[ ](?:INFO|DEBUG)[ ])\s*{_EVALUATES}(?![-=/.])
+        # as a word by itself before the loss,
+        |{_BEFORE_LOSS}(?<![\w/.-]){_EVALUATES}{_FIELD_END}
+        # or as `test`, if it is a field behind a step, or begins a message as a title,
+        |(?:(?!loss|step|iter|batch|epoch).)*?
+        (?:(?:step|iter|batch|epoch){_BEFORE_LOSS}[\[(|]|(?:^|[\[(|])(?=\s*(?-i:T)))\s*test{_FIELD_END}
+        # or as JSON's object or truth,
+        |{_BEFORE_LOSS}\b{_EVALUATES}['"]?\s*[:=]\s*(?:\{{|true)
+        # or as the part of the data that a key names, anywhere.
+        |.*\b(?:split|mode|phase|stage|subset|type|event)['"]?\s*[:=]\s*['"]?(?:{_EVALUATES}|test\b)
+    )
+""")
+_RESTORED = _pattern(rf"""
+    # Step and loss of the checkpoint with which a program begins, maybe those of another training.
+    ^(?=.*(?:load|resum|restor)){_BEFORE_STEPS}
+    \b(?:loaded|resum(?:ed|ing)|restor(?:ed|ing)|loading[ ](?:checkpoint|model|weights))\b(?!\s*[])=]|\W*\d)
+""")
+_LOSS = _pattern(rf"""
+    (?<![\w/])(?=[almrst]){_NO_TRAINING}
+    (?<!aux[ ])(?<!balance[ ])(?<!best[ ])(?<!z-)  # parts of a loss that has several
+    (?:(?:train(?:ing)?|step|total|avg|avr|mean|running|lm|reduced_train)[_ /])?
+    (?:crossentropy)?loss(?:_step|[ ]train|(?:/(?!val|eval|test)\w+)+(?!/))?
+    ['"]?\s*[:=]?\s*['"]?(?:tensor\()?
+    (?!0(?![.\d'"]))(?P<loss>{_NUMBER})  # 0 is a sum that has not begun
+""")
+_STEP = _pattern(rf"""
+    \b(?=[begins-t\d]){_NO_TRAINING}  # the first letters: to look back takes longer
+    (?<!micro[ -])(?<!accumulation[ ])(?<!warmup[ -])
+    (?:
+        training[ ]+\[[ ]*(?=\d+/\d+\][ ]+eta)  # DINOv2
+        |iter\(train\)[ ]+\[[ ]*  # MMEngine
+        |(?<!\|)\d+(?:\||,[ ]+)(?=\d+(?:\||\][ ])loss)  # torchtune, PyTorch's first tutorial
+        |{_WENET}\d+/
+        |train:\d+-(?=\d+batch:)  # ESPnet
+        |(?:
+            global[_ ]?step(?:/max_steps)?|step|iter(?:ation)?|num_update
+            |(?<=\[)batch|batch(?=\W+\d+/\d)|epoch\W+\d+(?:/\d+)?\W+batch(?!.*\b(?:step|iter))
+        )
+        (?:s(?!.*\b(?:step|iter)['"]?\s*[:=]?\s*\d))?  # not of `steps 9 | step 1`
+        ['"]?\s*[:=#]?\s*['"\[]?
+    )
+    (?:\d+%\|.*\|\s*)?  # a bar
+    (?P<step>\d[\d,]*)(?![\d.]*(?!batch:)[\w%])(?:\s*(?:/|of)\s*(?P<steps>\d[\d,]*))?
+""")
 _WORD_END = re.compile(r"[^\W\d][ /-]")  # `max steps 9` and `ms/step 9` are no step if there is another
 _HEADING = re.compile(r"\[(?:step|batch)=[^]]*\]:?$")  # the indented lines below it belong to its step
 _WORDS = ("loss", "step", "iter", "[batch", "%|")  # a line with none of them shows nothing
 _BAR = re.compile(r"^\s*\d+%\|.*\| (?P<step>\d+)/(?P<steps>\d+) \[")
-_EPOCH = re.compile(
-    rf"\b(?:epoch['\"]?\s*[:=]?\s*\[?|{_WENET}|info: (?=\d+epoch:)|(?=\d+, +\d+\] loss))(?P<epoch>\d+)(?!\.?\d)",
-    re.IGNORECASE,
-)
-# Not `Train Epoch: 1 [640/60000 (1%)]`, which are samples.
-_OF_EPOCH = re.compile(
-    rf"\b(?=[et]){_NO_TRAINING}(?:epoch(?:: \[|\(train\) +\[| +\[?)|train: \[?)(?P<epoch>\d+)(?!\d*%)(?:/\d+)?[\]:\s]*"
-    r"(?:[\[(]?train(?:ing)?[\])]?:\s*)?(?:\d+%\|.*\|(?!\s*0/)|\|[^|]*\|(?=\s*[1-9]\d*/\?)|(?=[1-9]\d*it \[)|[\[|])\s*"
-    r"(?P<step>\d+)(?:/\s*(?:(?P<steps>\d+)|\?)|it \[)",
-    re.IGNORECASE,
-)
+_EPOCH = _pattern(rf"""
+    \b(?:epoch['"]?\s*[:=]?\s*\[?|{_WENET}|info:[ ](?=\d+epoch:)|(?=\d+,[ ]+\d+\][ ]loss))(?P<epoch>\d+)(?!\.?\d)
+""")
+_OF_EPOCH = _pattern(rf"""
+    \b(?=[et]){_NO_TRAINING}(?:epoch(?::[ ]\[|\(train\)[ ]+\[|[ ]+\[?)|train:[ ]\[?)
+    (?P<epoch>\d+)(?!\d*%)(?:/\d+)?[\]:\s]*(?:[\[(]?train(?:ing)?[\])]?:\s*)?
+    (?:
+        \d+%\|.*\|(?!\s*0/)  # a bar
+        |\|[^|]*\|(?=\s*[1-9]\d*/\?)|(?=[1-9]\d*it[ ]\[)  # bars without an end
+        |[\[|]  # not `Train Epoch: 1 [640/60000 (1%)]`, which are samples
+    )
+    \s*(?P<step>\d+)(?:/\s*(?:(?P<steps>\d+)|\?)|it[ ]\[)
+""")
 _RESUMED = re.compile(r"^Training: \|.*\| (?P<step>[1-9]\d*)/\? \[")  # Lightning's bar up to the end of the epoch
 
 
