@@ -53,7 +53,7 @@ def _pattern(text: str) -> re.Pattern[str]:
 _EVALUATION = _pattern(rf"""
     ^(?=.*(?:val(?!_)|test|inference|h[eo]ld|cv))(?:  # most lines have none of them
         # At the beginning of a line or of its message, before any step,
-        {_BEFORE_STEPS}(?:^\W*|[\[\]:|>]|[ ]-[ ]|[ ](?:INFO|DEBUG)[ ])\s*{_EVALUATES}(?![-=/.])
+        {_BEFORE_STEPS}(?:^\W*|(?:[\[\]:|>]|[ ]-[ ]|[ ](?:INFO|DEBUG)[ ])\s*){_EVALUATES}(?![-=/.])
         # as a word by itself before the loss,
         |{_BEFORE_LOSS}(?<![\w/.-]){_EVALUATES}{_FIELD_END}
         # or as `test`, if it is a field behind a step, or begins a message as a title,

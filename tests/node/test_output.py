@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -419,6 +420,13 @@ def test_lightnings_bar_after_a_resume_is_read_if_its_epoch_is_certain(
 )
 def test_an_evaluation_is_told_wherever_the_line_says_so(line: str) -> None:
     assert Reader(None).read(line) is None
+
+
+@pytest.mark.parametrize("fill", [" ", "*", "|", "val ", "loaded = ", "step ", "loss 1 ", "epoch 1 batch ", "1,"])
+def test_a_long_line_is_parsed_at_once(fill: str) -> None:
+    began = time.perf_counter()
+    Reader(None).read((fill * 4096)[:4000] + " val step 1 loss 2 type")
+    assert time.perf_counter() - began < 1
 
 
 @pytest.mark.parametrize(
