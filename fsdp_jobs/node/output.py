@@ -107,6 +107,7 @@ _EPOCH = _pattern(rf"""
 _OF_EPOCH = _pattern(rf"""
     \b(?=[et]){_NO_TRAINING}(?:epoch(?::[ ]\[|\(train\)[ ]+\[|[ ]+\[?)|train:[ ]\[?)
     (?P<epoch>\d+)(?!\d*%)(?:/\d+)?[\]:\s]*(?:[\[(]?train(?:ing)?[\])]?:\s*)?
+    (?:\W*(?:train(?:ing)?[ ])?loss\W+[\d.].*?:\s*(?=\d+%\|))?  # in the name of a bar
     (?:
         \d+%\|.*\|(?!\s*0/)  # a bar
         |\|[^|]*\|(?=\s*[1-9]\d*/\?)|(?=[1-9]\d*it[ ]\[)  # bars without an end

@@ -131,6 +131,16 @@ LIGHTNING = "Epoch 1:  50%|█████     | 50/100 [00:05<00:05, 9.80it/s, 
         ("[resumed] step 10 loss 2.3", Reading(10, None, 2.3)),
         ("data loaded: 0.1s | step 10 | loss 2.3", Reading(10, None, 2.3)),
         ("step 10 | loss 2.3 | checkpoint loaded", Reading(10, None, 2.3)),
+        (
+            "Epoch 1/9 | Loss: 2.3 | Acc: 0.5:  10%|█         | 10/100 [00:01<00:09,  9.8it/s]",
+            Reading(10, 100, 2.3, epoch=1),
+        ),
+        ("epoch 1 training loss = 2.3:  10%|█         | 10/100 [00:01<00:09]", Reading(10, 100, 2.3, epoch=1)),
+        (
+            "epoch 1 iter 9: train loss 2.3. lr 6e-04:  10%|█         | 10/100 [00:01<00:09]",
+            Reading(9, None, 2.3, epoch=1),
+        ),
+        ("Epoch 1 | Val Loss: 2.3:  10%|█         | 10/100 [00:01<00:09,  9.8it/s]", None),
         ("Validation DataLoader 0:  50%|█████     | 5/10 [00:00<00:00, 90.0it/s]", None),
     ],
 )
