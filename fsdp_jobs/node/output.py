@@ -67,7 +67,7 @@ _EVALUATION = _pattern(rf"""
 """)
 _RESTORED = _pattern(rf"""
     # Step and loss of the checkpoint with which a program begins, maybe those of another training.
-    ^(?=.*(?:load|resum|restor)){_BEFORE_STEPS}
+    ^(?=.*(?:load|resum|restor))(?!.*%\|){_BEFORE_STEPS}
     \b(?:loaded|resum(?:ed|ing)|restor(?:ed|ing)|loading[ ](?:checkpoint|model|weights))\b(?!\s*[])=]|\W*\d)
 """)
 _LOSS = _pattern(rf"""
