@@ -216,9 +216,11 @@ class Coordinator(Attempt):
             if blocked_s > _BLOCKED_S:
                 agent.heard += blocked_s
             silent, recently = now - agent.heard, now - 1.5 * self.elastic.heartbeat_interval_s
-            are_heard = self.agents.are_heard(but=agent, since=recently)
+            is_silent = silent > self.elastic.heartbeat_timeout_s
+            # Not of each agent: it looks at all others.
+            are_heard = (is_silent or agent.is_unreachable) and self.agents.are_heard(but=agent, since=recently)
             is_cut_off = agent.is_unreachable and are_heard
-            if is_cut_off or silent > self.elastic.heartbeat_timeout_s:
+            if is_cut_off or is_silent:
                 what = "cannot be reached" if is_cut_off else "was silent"
                 self.round.has_cuts |= is_cut_off
                 self.round.is_in_doubt |= agent.in_round and not are_heard
@@ -250,9 +252,8 @@ class Coordinator(Attempt):
         elif current.stops_by_signal:
             pass  # nodes leave the round one by one
         elif current.is_adopted and here < current.size and now - self._came_at > self.elastic.heartbeat_timeout_s:
-            self.break_round(
-                f"{current.size - here} of {current.size} nodes did not come back to the new coordinator", now
-            )
+            why = f"{current.size - here} of {current.size} nodes did not come back to the new coordinator"
+            self.break_round(why, now)
         else:
             self._maybe_grow(now)
             for guard in self.guards:

@@ -531,3 +531,23 @@ def test_a_job_is_done_when_the_nodes_that_still_reconnect_are_done_too(tmp_path
     b = cluster.join(1, round_=0, size=2)
     cluster.ended(b)
     assert cluster.verdict is not None and cluster.verdict.verdict == "done"
+
+
+def test_a_tick_compares_no_agents_with_each_other_while_all_are_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a thousand, each tick of a tenth of a second took half a second."""
+    cluster = Cluster(tmp_path, "nodes=2", "elastic.join_window_s=0")
+    members = [cluster.join(node) for node in (0, 1)]
+    compared: list[str] = []
+    are_heard = placement.Agents.are_heard
+
+    def noted(agents: placement.Agents, but: ConnectedAgent, since: float) -> bool:
+        compared.append(but.id)
+        return are_heard(agents, but, since)
+
+    monkeypatch.setattr(placement.Agents, "are_heard", noted)
+    cluster.later(5, *members)
+    assert not compared
+    cluster.later(60, members[1])
+    assert {*compared} == {members[0].id}
