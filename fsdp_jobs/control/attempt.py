@@ -158,6 +158,9 @@ class Attempt:
         """Count the round's nodes that are connected, or left after their ranks had ended."""
         return len(self.agents.in_round()) + self.round.left
 
+    def _have_ended(self) -> bool:
+        return self._here() == self.round.size and self.agents.have_ended()
+
     def _on_ranks_ended(self, agent: ConnectedAgent) -> None:
         self.leases.surrender(agent.id)
         self.round.has_gaps |= agent.in_round

@@ -117,7 +117,7 @@ class Coordinator(Attempt):
 
     def on_beat(self, agent: ConnectedAgent, beat: messages.Beat, now: float) -> None:
         current = self.round
-        agent.beat = beat
+        agent.take(beat)
         self._answer(agent, beat.at, now)
         for report, _ in beat.ranks:
             if agent.in_round and report.step >= 0:
@@ -137,7 +137,8 @@ class Coordinator(Attempt):
         self._on_ranks_ended(agent)
         if agent.in_round and not self.round.stops_by_signal:
             self.break_round(f"node {agent.node} left the round", now)
-        agent.ready, agent.in_round, agent.beat = True, False, messages.Beat()
+        agent.ready, agent.in_round = True, False
+        agent.take(messages.Beat())
         self._answer(agent, ready.at, now)
         if self.verdict is not None:
             self._send_end(agent)
@@ -182,8 +183,7 @@ class Coordinator(Attempt):
     def on_ended(self, agent: ConnectedAgent, ended: messages.Ended, now: float) -> None:
         agent.ended = True
         self.leases.surrender(agent.id)
-        have_ended = self._here() == self.round.size and self.agents.have_ended()
-        if have_ended and self.verdict is None and not self.round.stops_by_signal:
+        if self._have_ended() and self.verdict is None and not self.round.stops_by_signal:
             self.close(self._done(), now)  # after a signal, `_watch_round` closes it
 
     def on_away(self, agent: ConnectedAgent, away: messages.Away, now: float) -> None:
@@ -240,7 +240,7 @@ class Coordinator(Attempt):
 
     def _watch_round(self, now: float) -> None:
         here, current = self._here(), self.round
-        if here == current.size and self.agents.have_ended() and current.requested is not Request.STOP:
+        if self._have_ended() and current.requested is not Request.STOP:
             self.close(self._done(), now)  # they reported this to the previous coordinator
             return
         has_left = self.agents.are_parked() or (current.stops_by_signal and self.agents.have_ended())
@@ -322,7 +322,8 @@ class Coordinator(Attempt):
         nodes, hosts = [a.node for a in chosen], [a.host for a in chosen]
         hostlist = hostlist_of(hosts)
         for rank, (agent, other) in enumerate(zip(chosen, partners(len(chosen)), strict=True)):
-            agent.ready, agent.ended, agent.beat = False, False, messages.Beat()
+            agent.ready = agent.ended = False
+            agent.take(messages.Beat())
             self._take_into_round(agent, now)
             for message in filter(None, news):
                 agent.send(message)

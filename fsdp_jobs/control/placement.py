@@ -41,11 +41,17 @@ class ConnectedAgent(Agent):
     in_round: bool = False
     ended: bool = False
     beat: Beat = field(default_factory=Beat)  # the newest; no ranks in it if none run
+    last_step: int | None = None  # of its ranks that train no more; None: all do
 
     @property
     def name(self) -> str:
         """Return the name of its node in plans."""
         return f"{self.host}/{self.node}"
+
+    def take(self, beat: Beat) -> None:
+        self.beat = beat
+        ending = (Phase.DONE, Phase.ENDING)
+        self.last_step = max((report.step for report, _ in beat.ranks if report.phase in ending), default=None)
 
 
 def known_places(run: RunDir) -> dict[str, Node]:
@@ -93,10 +99,8 @@ class Agents(dict[str, ConnectedAgent]):
 
     def ahead(self) -> dict[int, int]:
         """Return nodes with ranks that train no more, each with the last step of one, while other ranks do."""
-        if all(report.phase > Phase.TRAINING for report in self.reports()):
-            return {}
-        ending = (Phase.DONE, Phase.ENDING)
-        return {a.node: r.step for a in self.in_round() for r, _ in a.beat.ranks if r.phase in ending}
+        ended = {a.node: a.last_step for a in self.in_round() if a.last_step is not None}
+        return ended if ended and any(report.phase <= Phase.TRAINING for report in self.reports()) else {}
 
     def have_ended(self) -> bool:
         return all(a.ended for a in self.in_round())

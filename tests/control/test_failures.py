@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_jobs.control.failures import Machines
+from fsdp_jobs.control.placement import Agents
 from fsdp_jobs.run import events, messages
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.failure import summary
@@ -504,3 +505,17 @@ def test_a_run_that_went_back_behind_its_newest_checkpoint_makes_progress_from_t
     assert cluster.verdict is None, "each round has saved"
     broken = [(e["step"], e["committed"]) for e in cluster.events("round_broken")]
     assert broken == [(55, 50), (105, 100), (155, 150)]
+
+
+def test_the_failure_of_one_node_of_many_is_taken_without_a_look_at_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All nodes of a job may fail at once: of a thousand with eight ranks each, that took five seconds."""
+    cluster = Cluster(tmp_path, "nodes=2", "elastic.join_window_s=0")
+    members = [cluster.join(node) for node in (0, 1)]
+    cluster.later(1, *members)
+    monkeypatch.setattr(Agents, "reports", lambda _: pytest.fail("looks at all ranks"))
+    for member in members:
+        report = messages.Failed([failure(member.node, member.node * 2, "RuntimeError: wrong")])
+        cluster.coordinator.on_message(member, report, cluster.now)
+    assert len(cluster.coordinator.round.failures) == 2
