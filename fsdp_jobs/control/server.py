@@ -99,8 +99,10 @@ class Server:
         coordinator, run = self.coordinator, self.coordinator.run
         home = checkpoints_of(coordinator.config.checkpoint, run)
         owner, number = f"attempt {coordinator.number} {secrets.token_hex()}", 0
-        while run.last_attempt() <= coordinator.number:
+        while True:
             try:
+                if run.last_attempt() > coordinator.number:  # while that hangs, agents get no answers, too
+                    break
                 if not number:
                     seen = coordinator.term_seen  # rounds also get higher terms than this, claimed separately
                     number = await asyncio.to_thread(term.claim, home, term.COORDINATOR, owner, above=seen)

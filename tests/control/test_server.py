@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import resource
@@ -11,7 +12,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -246,20 +247,25 @@ def test_what_a_closed_connection_proves(tmp_path: Path) -> None:
 
 
 def test_agents_get_answers_while_the_run_directory_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hangs, exists = threading.Event(), Path.exists
+    answers, iterdir = threading.Event(), Path.iterdir
+    answers.set()
 
-    def slowly(path: Path) -> bool:
-        if path.name == "stop":
-            hangs.wait(20)
-        return exists(path)
+    def slowly(path: Path) -> Iterator[Path]:
+        answers.wait(20)
+        return iterdir(path)
 
-    monkeypatch.setattr(Path, "exists", slowly)
+    monkeypatch.setattr(Path, "iterdir", slowly)
 
     def talk(port: int, server: Server) -> None:
-        stranger = Stranger(port)
-        stranger.enter("secret")
-        until(lambda: server.coordinator.agents)
-        hangs.set()
+        agent = Stranger(port)
+        agent.enter("secret")
+        until(lambda: server.coordinator.round.running)
+        answers.clear()
+        time.sleep(1)  # it looks for requests every 0.3 s
+        agent.send(kind="beat", at=5)
+        while agent.receive().get("at") != 5:
+            pass
+        answers.set()
         write_atomic(server.coordinator.run.stop_request, "enough")
         until(lambda: server.coordinator.stop_reason == "enough")
 
@@ -290,6 +296,33 @@ def test_a_coordinator_steps_back_for_a_newer_one_where_the_markers_were_purged(
 
     for earlier in range(2):
         claim(run.checkpoints, COORDINATORS, f"coordinator {earlier}")
+    asyncio.run(main())
+
+
+def test_a_coordinator_steps_back_for_a_later_attempt_also_after_errors_of_the_run_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door, "_CHARGE_S", 0.01)
+    run = RunDir(tmp_path / "run")
+    run.attempt(0).mkdir(parents=True)
+    coordinator = Coordinator(compose_job(["nodes=1", "nproc_per_node=1"]), run, 0, time.monotonic())
+    last_attempt, errors = RunDir.last_attempt, [OSError(errno.ESTALE, "Stale file handle")]
+
+    def erring(run: RunDir) -> int:
+        if errors:
+            raise errors.pop()
+        return last_attempt(run)
+
+    monkeypatch.setattr(RunDir, "last_attempt", erring)
+
+    async def main() -> None:
+        charge = asyncio.create_task(Server(coordinator, "secret")._keep_charge())
+        await asyncio.sleep(0.1)
+        assert not coordinator.is_superseded
+        run.attempt(1).mkdir()
+        await asyncio.wait([charge], timeout=5)
+        assert coordinator.is_superseded
+
     asyncio.run(main())
 
 
