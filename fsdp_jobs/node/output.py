@@ -99,10 +99,14 @@ _STEP = _pattern(rf"""
 """)
 _WORD_END = re.compile(r"[^\W\d][ /-]")  # `max steps 9` and `ms/step 9` are no step if there is another
 _HEADING = re.compile(r"\[(?:step|batch)=[^]]*\]:?$")  # the indented lines below it belong to its step
-_WORDS = ("loss", "step", "iter", "[batch", "%|")  # a line with none of them shows nothing
+_WORDS = ("loss", "step", "iter", "epoch", "[batch", "%|")  # a line with none of them shows nothing
 _BAR = re.compile(r"^\s*\d+%\|.*\| (?P<step>\d+)/(?P<steps>\d+) \[")
 _EPOCH = _pattern(rf"""
     \b(?:epoch['"]?\s*[:=]?\s*\[?|{_WENET}|info:[ ](?=\d+epoch:)|(?=\d+,[ ]+\d+\][ ]loss))(?P<epoch>\d+)(?!\.?\d)
+""")
+_EPOCH_TITLE = _pattern(r"""  # a line or a message of its own: the epoch of the steps below, if it is not the only one
+    (?:^\W*|[\]:|>][ ]?|[ ]-[ ]|[ ]INFO[ ])(?:(?:training|start|starting)[ ])?
+    epoch\W*(?P<epoch>\d+)(?:\W*(?:/|of)\W*(?!1\b)\d+)?\W*$
 """)
 _OF_EPOCH = _pattern(rf"""
     \b(?=[et]){_NO_TRAINING}(?:epoch(?::[ ]\[|\(train\)[ ]+\[|[ ]+\[?)|train:[ ]\[?)
@@ -136,6 +140,7 @@ class Reader:
         self._pattern = re.compile(pattern) if pattern is not None else None
         self._loss: dict[str, str | None] = {}  # printed by the Trainer; its progress bar shows the step next
         self._step: dict[str, str | None] = {}  # all of the last line, or of a heading; its loss may follow
+        self._epoch: dict[str, str | None] = {}  # of the last title
 
     def read(self, line: str) -> Reading | None:
         """Parse a line; None if it shows no step."""
@@ -149,6 +154,9 @@ class Reader:
     def _read(self, line: str) -> Reading | None:
         if self._pattern is not None:
             return _reading(_groups(self._pattern, line))
+        if title := _groups(_EPOCH_TITLE, line):
+            self._epoch, self._step = title, {}
+            return None
         loss = _plain(_LOSS, line)
         if loss and (_EVALUATION.search(line) or _RESTORED.search(line)):
             return None
@@ -164,7 +172,9 @@ class Reader:
         if "'train_runtime'" in line:
             loss = {"loss": None}  # it is a mean over the run
         is_heading = _STEP.fullmatch(line.strip()) or _HEADING.search(line.rstrip())
-        step = _plain(_STEP, line) | _groups(_EPOCH, line) if loss or is_heading else {}
+        step = _plain(_STEP, line) if loss or is_heading else {}
+        if step:
+            step = self._epoch | step | _groups(_EPOCH, line)
         if line.lstrip().startswith("{"):
             self._loss = {} if step else loss
         before = self._step

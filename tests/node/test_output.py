@@ -181,6 +181,25 @@ def test_what_ms_swift_adds_to_the_trainers_lines_tells_the_step() -> None:
     assert [r for line in lines if (r := reader.read(line))] == [Reading(10, 100, 2.3404), Reading(100, 100)]
 
 
+@pytest.mark.parametrize(
+    ("title", "epoch"),
+    [
+        ("Epoch 2/10", 2),
+        ("Epoch [2/10]:", 2),
+        ("----- epoch: 2 -----", 2),
+        ("2026-01-01 10:00:00 - INFO - Starting epoch 2 of 10", 2),
+        ("[train] Epoch 2", 2),
+        ("Saved the snapshot at epoch 2", None),
+        ("Epoch 2 took 5 s", None),
+        ("best epoch 2", None),
+        ("Epoch 1/1", None),
+    ],
+)
+def test_a_title_tells_the_epoch_of_the_steps_below_it(title: str, epoch: int | None) -> None:
+    reader = Reader(None)
+    assert [reader.read(line) for line in (title, "", "step 5/100 loss 2.3")][-1] == Reading(5, 100, 2.3, epoch)
+
+
 def test_a_step_and_its_loss_may_have_a_line_each() -> None:
     reader = Reader(None)
     lines = ["step: 5", "loss: 6.5", "LR: 0.1", "loss: 0.5", "step: 10", "step: 15 loss: 5.5", "loss: 9"]
@@ -272,6 +291,7 @@ def test_lines_become_metrics_as_long_as_no_rank_reports_steps(tmp_path: Path) -
         ("Epoch {epoch} | Iter {step} | Train Loss {loss}", [0, 100, 200, 201, 301, 401, 402, 502, 602]),  # at least
         ("Epoch: [{epoch}][{step}/250]\tLoss {loss}", [0, 100, 200, 250, 350, 450, 500, 600, 700]),
         ("epoch {epoch} step {step}/250 loss {loss}", [0, 100, 200, 250, 350, 450, 500, 600, 700]),
+        ("=== Epoch {epoch}/9 ===\nstep {step}/250 loss {loss}", [0, 100, 200, 250, 350, 450, 500, 600, 700]),
     ],
 )
 def test_steps_that_begin_anew_in_each_epoch_are_counted_over_all_also_after_a_restart(
