@@ -100,7 +100,7 @@ _STEP = _pattern(rf"""
 _WORD_END = re.compile(r"[^\W\d][ /-]")  # `max steps 9` and `ms/step 9` are no step if there is another
 _HEADING = re.compile(r"\[(?:step|batch)=[^]]*\]:?$")  # the indented lines below it belong to its step
 _WORDS = ("loss", "step", "iter", "epoch", "[batch", "%|")  # a line with none of them shows nothing
-_BAR = re.compile(r"^\s*\d+%\|.*\| (?P<step>\d+)/(?P<steps>\d+) \[")
+_BAR = _pattern(r"^\s*(?:train(?:ing)?:?[ ]+)?\d+%\|.*\|[ ]+(?P<step>[1-9]\d*)/(?P<steps>\d+)[ ]\[")
 _EPOCH = _pattern(rf"""
     \b(?:epoch['"]?\s*[:=]?\s*\[?|{_WENET}|info:[ ](?=\d+epoch:)|(?=\d+,[ ]+\d+\][ ]loss))(?P<epoch>\d+)(?!\.?\d)
 """)
@@ -165,10 +165,9 @@ class Reader:
             return _reading(of_epoch | loss)
         if loss and (resumed := _groups(_RESUMED, line)):
             return _reading(resumed | loss | {"epoch": "-1"})
-        if self._loss and (bar := _groups(_BAR, line)):
-            bar |= self._loss
+        if (told := self._loss or (loss if self._epoch else {})) and (bar := _groups(_BAR, line)):
             self._loss = {}
-            return _reading(bar)
+            return _reading(self._epoch | bar | told)
         if "'train_runtime'" in line:
             loss = {"loss": None}  # it is a mean over the run
         is_heading = _STEP.fullmatch(line.strip()) or _HEADING.search(line.rstrip())

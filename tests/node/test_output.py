@@ -200,6 +200,20 @@ def test_a_title_tells_the_epoch_of_the_steps_below_it(title: str, epoch: int | 
     assert [reader.read(line) for line in (title, "", "step 5/100 loss 2.3")][-1] == Reading(5, 100, 2.3, epoch)
 
 
+def test_a_bar_without_a_name_is_read_below_a_title() -> None:
+    reader = Reader(None)
+    lines = [
+        "Epoch 2/10",
+        "  0%|          | 0/100 [00:00<?, ?it/s]",
+        " 50%|█████     | 50/100 [00:05<00:05, 9.80it/s, loss=2.3]",
+        "Train: 60%|██████    | 60/100 [00:05<00:05, 9.80it/s, loss=2.2]",
+        "Val: 50%|█████     | 90/100 [00:05<00:05, 9.80it/s, loss=2.5]",
+        " 50%|█████     | 5/10 [00:05<00:05, 9.80it/s, val_loss=2.5]",
+    ]
+    said = [Reading(50, 100, 2.3, epoch=2), Reading(60, 100, 2.2, epoch=2)]
+    assert [r for line in lines if (r := reader.read(line))] == said
+
+
 def test_a_step_and_its_loss_may_have_a_line_each() -> None:
     reader = Reader(None)
     lines = ["step: 5", "loss: 6.5", "LR: 0.1", "loss: 0.5", "step: 10", "step: 15 loss: 5.5", "loss: 9"]
