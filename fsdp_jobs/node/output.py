@@ -100,7 +100,7 @@ _STEP = _pattern(rf"""
 _WORD_END = re.compile(r"[^\W\d][ /-]")  # `max steps 9` and `ms/step 9` are no step if there is another
 _HEADING = re.compile(r"\[(?:step|batch)=[^]]*\]:?$")  # the indented lines below it belong to its step
 _WORDS = ("loss", "step", "iter", "epoch", "[batch", "%|")  # a line with none of them shows nothing
-_BAR = _pattern(r"^\s*(?:train(?:ing)?:?[ ]+)?\d+%\|.*\|[ ]+(?P<step>[1-9]\d*)/(?P<steps>\d+)[ ]\[")
+_BAR = _pattern(r"^\s*(?:(?:train(?:ing)?:?[ ]+)?\d+%\|.*\|[ ]+)?(?P<step>[1-9]\d*)/(?P<steps>\d+)[ ][\[━]")
 _EPOCH = _pattern(rf"""
     \b(?:epoch['"]?\s*[:=]?\s*\[?|{_WENET}|info:[ ](?=\d+epoch:)|(?=\d+,[ ]+\d+\][ ]loss))(?P<epoch>\d+)(?!\.?\d)
 """)

@@ -209,8 +209,10 @@ def test_a_bar_without_a_name_is_read_below_a_title() -> None:
         "Train: 60%|██████    | 60/100 [00:05<00:05, 9.80it/s, loss=2.2]",
         "Val: 50%|█████     | 90/100 [00:05<00:05, 9.80it/s, loss=2.5]",
         " 50%|█████     | 5/10 [00:05<00:05, 9.80it/s, val_loss=2.5]",
+        "\x1b[1m70/100\x1b[0m \x1b[32m━━━━\x1b[0m \x1b[1m1s\x1b[0m 12ms/step - accuracy: 0.5 - loss: 2.1",  # Keras
+        " 80/100 [====>.....] - ETA: 1s - loss: 2.0 - accuracy: 0.5",  # its earlier versions
     ]
-    said = [Reading(50, 100, 2.3, epoch=2), Reading(60, 100, 2.2, epoch=2)]
+    said = [Reading(step, 100, loss, epoch=2) for step, loss in ((50, 2.3), (60, 2.2), (70, 2.1), (80, 2.0))]
     assert [r for line in lines if (r := reader.read(line))] == said
 
 
