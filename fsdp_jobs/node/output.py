@@ -319,6 +319,8 @@ class _Followed:
             begins_anew = is_recorded or reading.step <= self.step
             self.before = self.end if begins_anew else 0
             self.is_over_all = not begins_anew and self.epoch is not None
+        elif self.before + reading.step <= self.step:
+            return replace(reading, step=-1)  # maybe of an evaluation
         self.epoch, self.step = epoch, self.before + reading.step
         self.end = self.before + reading.steps if reading.steps else self.step + 1
         return replace(reading, epoch=None) if self.is_over_all else replace(reading, step=self.step, steps=self.end)

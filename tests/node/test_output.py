@@ -551,6 +551,19 @@ def test_a_fine_tuning_counts_its_own_steps_not_those_of_the_checkpoint_it_begin
     assert [line["step"] for line in read_json_lines(run.metrics)] == [1, 2]
 
 
+def test_an_evaluation_that_looks_like_training_changes_no_count_of_epochs(tmp_path: Path) -> None:
+    """As Keras's `evaluate` between two of its `fit`."""
+    run, log = RunDir(tmp_path), RunDir(tmp_path).rank_log(0, 0, 0)
+    log.parent.mkdir(parents=True)
+    output = OutputMetrics(None, run, 0, 0, [])
+    output.begin_round(ALONE)
+    for epoch, steps in enumerate([("50/100", "100/100", "1/2"), ("9/100", "60/100", "2/2"), ("3/100",)], 1):
+        with log.open("a") as f:
+            f.writelines([f"Epoch {epoch}/3\n", *(f" {step} [====>...] - loss: 2.3\n" for step in steps)])
+    output.close()
+    assert [line["step"] for line in read_json_lines(run.metrics)] == [50, 100, 109, 160, 203]
+
+
 def test_the_first_steps_after_a_silence_take_no_part_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
     monkeypatch.setattr(output_module, "_EVERY_S", 3600)
