@@ -28,9 +28,10 @@ import psutil
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.schema import dump_config
 from fsdp_jobs.run import messages
-from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ATTEMPT_ENV, COORDINATOR_ENV
 from fsdp_jobs.run.events import Adopted, RoundStarted, read_events
+from fsdp_jobs.run.files import write_atomic
 from fsdp_jobs.run.messages import NO_ROUND, Message
 from fsdp_jobs.run.processes import free_port, raise_file_limit
 from fsdp_jobs.run.protocol import AGENT, proof

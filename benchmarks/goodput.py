@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.plan.goodput import goodput
 from fsdp_jobs.plan.plan import make_plan
-from fsdp_jobs.run.directory import write_atomic
+from fsdp_jobs.run.files import write_atomic
 from fsdp_jobs.run.goodput import Costs, costs_of
 from fsdp_jobs.run.status import RunStatus
 from tests.jobs import Job, job

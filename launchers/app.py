@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 from fsdp_jobs.config.resolve import accelerator, node_range
 from fsdp_jobs.config.schema import JobConfig
-from fsdp_jobs.run.directory import RunDir, as_written
+from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import SUBMISSION_ENV
+from fsdp_jobs.run.files import as_written
 
 if TYPE_CHECKING:
     from torchx.specs import AppDef, Role

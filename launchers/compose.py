@@ -20,7 +20,8 @@ from fsdp_jobs.config.resolve import ranks_per_node
 from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.launchers import attempts
 from fsdp_jobs.launchers.base import SESSION, Description, Job, Launcher, prepare_each
-from fsdp_jobs.run.directory import RunDir, runs_in, try_lock, write_atomic
+from fsdp_jobs.run.directory import RunDir, runs_in
+from fsdp_jobs.run.files import try_lock, write_atomic
 from fsdp_jobs.run.verdict import Verdict
 
 RUNS = Path("/runs")  # the volume that all services mount

@@ -12,7 +12,8 @@ import psutil
 from fsdp_jobs.launchers.base import Description, Launcher
 from fsdp_jobs.launchers.queue import Queue, QueuedJob, leave, queue_of, withdraw
 from fsdp_jobs.launchers.supervisor import record_file, staged, staged_file
-from fsdp_jobs.run.directory import RunDir, as_written, write_json
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.files import as_written, write_json
 from fsdp_jobs.run.processes import kill_families, recorded_process, start_detached, visible_gpus
 from fsdp_jobs.run.state import State
 from fsdp_jobs.run.verdict import KILLED, WITHDRAWN, Verdict

@@ -18,7 +18,8 @@ from fsdp_jobs.launchers.detached import DetachedLauncher
 from fsdp_jobs.launchers.local_supervisor import LocalRequest
 from fsdp_jobs.plan.memory import size
 from fsdp_jobs.run import folders
-from fsdp_jobs.run.directory import RunDir, as_written
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.files import as_written
 from fsdp_jobs.run.processes import visible_gpus
 from fsdp_jobs.run.rank_state import remove_what_is_left
 

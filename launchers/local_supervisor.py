@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from fsdp_jobs.launchers.app import with_environment
 from fsdp_jobs.launchers.supervisor import Attempt, Process, main, staged
 from fsdp_jobs.run import events
-from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ADDRESS_ENV, ATTEMPT_ENV, COORDINATOR_ENV
+from fsdp_jobs.run.files import write_atomic
 from fsdp_jobs.run.processes import NO_GPU, free_port, gpus_variable
 from fsdp_jobs.run.rank_state import remove_what_is_left
 from fsdp_jobs.run.verdict import Verdict

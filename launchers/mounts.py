@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from fsdp_jobs.config.data import input_paths
 from fsdp_jobs.config.schema import JobConfig
-from fsdp_jobs.run.directory import RunDir, as_written
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.files import as_written
 
 
 class Mount(NamedTuple):

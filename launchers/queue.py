@@ -21,7 +21,8 @@ from fsdp_jobs.config.errors import BadInput, JobFailed
 from fsdp_jobs.launchers.base import launcher_of
 from fsdp_jobs.launchers.supervisor import StorageErrors
 from fsdp_jobs.run import log
-from fsdp_jobs.run.directory import RunDir, lock, read_json, write_json
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.files import lock, read_json, write_json
 from fsdp_jobs.run.processes import record_process, recorded_process, start_detached
 from fsdp_jobs.run.verdict import Verdict, judge
 

@@ -10,7 +10,8 @@ from typing import Any
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.schema import dump_config
 from fsdp_jobs.plan.plan import make_plan
-from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.files import write_atomic
 from fsdp_jobs.run.goodput import StepClock
 
 HOSTILE = "<script>alert('x')</script><img src=x onerror=alert(1)> & \"quoted\" ${jinja} {{ 7 * 7 }} [/red]"

@@ -29,7 +29,7 @@ from fsdp_jobs.checkpoints.blocks import SUMS, FileSums, difference
 from fsdp_jobs.config.errors import BadInput, JobFailed
 from fsdp_jobs.plan.topology import natural_key
 from fsdp_jobs.run.checksum import checksum
-from fsdp_jobs.run.directory import write_whole
+from fsdp_jobs.run.files import write_whole
 from fsdp_jobs.run.processes import this_machine
 
 MANIFEST = "manifest.json"

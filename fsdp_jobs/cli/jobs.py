@@ -28,7 +28,7 @@ from fsdp_jobs.launchers.base import launcher_of
 from fsdp_jobs.plan.render import render
 from fsdp_jobs.plan.svg import to_svg
 from fsdp_jobs.run.beside import beside
-from fsdp_jobs.run.directory import write_atomic
+from fsdp_jobs.run.files import write_atomic
 from fsdp_jobs.run.identity import check_may_act
 from fsdp_jobs.run.state import State
 from fsdp_jobs.run.table import counted

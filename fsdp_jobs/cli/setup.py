@@ -15,7 +15,7 @@ from fsdp_jobs.config.errors import BadInput, Problem, nearest
 from fsdp_jobs.config.groups import groups
 from fsdp_jobs.config.json_schema import job_schema
 from fsdp_jobs.config.terminal import say
-from fsdp_jobs.run.directory import write_atomic
+from fsdp_jobs.run.files import write_atomic
 from fsdp_jobs.tools.rehearse import FAULTS
 
 _HERE = Path(__file__).parent

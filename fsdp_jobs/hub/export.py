@@ -24,7 +24,8 @@ from fsdp_jobs.config.errors import BadInput, JobFailed
 from fsdp_jobs.config.schema import HfConfig, JobConfig, LlamaConfig
 from fsdp_jobs.hub.huggingface import SMALL_FILES, folder_of, transformers
 from fsdp_jobs.models.llama import hf_config, hf_name
-from fsdp_jobs.run.directory import RunDir, checkpoints_of, replacing, write_json
+from fsdp_jobs.run.directory import RunDir, checkpoints_of
+from fsdp_jobs.run.files import replacing, write_json
 
 _FILE_BYTES = 5 * 2**30  # a safetensors file's size, at most (one larger tensor has a file of its own)
 

@@ -15,7 +15,7 @@ from fsdp_jobs.config.arguments import Parser
 from fsdp_jobs.config.errors import BadInput, Problem, nearest
 from fsdp_jobs.config.schema import STRATEGIES
 from fsdp_jobs.config.terminal import complain
-from fsdp_jobs.run.directory import write_atomic
+from fsdp_jobs.run.files import write_atomic
 
 
 def _is_true(value: Any) -> bool:

@@ -21,7 +21,8 @@ from hydra.utils import get_method
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.schema import DataConfig
 from fsdp_jobs.hub.huggingface import transformers
-from fsdp_jobs.run.directory import lock, replacing, user_name
+from fsdp_jobs.run.directory import user_name
+from fsdp_jobs.run.files import lock, replacing
 
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges*", "special_tokens*", "*.model")
 _AT_ONCE = 1 << 20  # tokens that are written at once

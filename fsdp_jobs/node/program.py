@@ -10,7 +10,8 @@ from pathlib import Path
 
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.run import events
-from fsdp_jobs.run.directory import RunDir, digest_of
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.files import digest_of
 from fsdp_jobs.run.leaves import modules_in
 from fsdp_jobs.run.messages import Round
 from fsdp_jobs.run.record import Record

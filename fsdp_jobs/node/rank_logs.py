@@ -18,8 +18,8 @@ from fsdp_jobs.node.rendezvous import CoordinatorRendezvous
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.plan.topology import expand_hostlist
 from fsdp_jobs.run.beside import start_thread
-from fsdp_jobs.run.directory import replacing
 from fsdp_jobs.run.env import LAYOUT_ENV, LOG_ENV, ROUND_ENV, STACKS_ENV, TERM_ENV
+from fsdp_jobs.run.files import replacing
 from fsdp_jobs.run.processes import gloo_interface
 from fsdp_jobs.run.tail import TIMES, rank_of
 

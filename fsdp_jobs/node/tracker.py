@@ -13,7 +13,8 @@ from contextlib import suppress
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.run import events
-from fsdp_jobs.run.directory import RunDir, read_json
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.files import read_json
 from fsdp_jobs.run.messages import Round
 from fsdp_jobs.run.tail import Tail
 

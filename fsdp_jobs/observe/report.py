@@ -16,7 +16,8 @@ from pathlib import Path
 from fsdp_jobs import __version__
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.observe.answers import about, curves, row_of
-from fsdp_jobs.run.directory import RunDir, rank_logs, write_atomic
+from fsdp_jobs.run.directory import RunDir, rank_logs
+from fsdp_jobs.run.files import write_atomic
 from fsdp_jobs.run.record import JsonObject
 from fsdp_jobs.run.status import RunStatus
 from fsdp_jobs.run.tail import Logs, label

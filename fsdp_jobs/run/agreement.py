@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fsdp_jobs.run.checksum import checksum
-from fsdp_jobs.run.directory import write_whole
 from fsdp_jobs.run.env import RANK_STATE_ENV, TERM_ENV
 from fsdp_jobs.run.events import Corruption
+from fsdp_jobs.run.files import write_whole
 from fsdp_jobs.run.table import listed
 from fsdp_jobs.run.term import shared_memory
 

@@ -20,7 +20,8 @@ from typing import ClassVar, TypeVar, dataclass_transform
 
 import msgspec
 
-from fsdp_jobs.run.directory import RunDir, lock
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.files import lock
 from fsdp_jobs.run.record import JsonObject
 from fsdp_jobs.run.table import counted
 from fsdp_jobs.run.tail import Tail, is_cut, json_objects, newest_json_lines, read_json_lines

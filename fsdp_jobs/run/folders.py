@@ -17,7 +17,8 @@ import psutil
 import xxhash
 
 from fsdp_jobs.run.beside import wait_until
-from fsdp_jobs.run.directory import RunDir, try_lock
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.files import try_lock
 from fsdp_jobs.run.processes import kill_orphans_of
 
 RANKS = "ranks"  # a kind of folder: rank states, sockets and semaphores

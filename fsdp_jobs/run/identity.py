@@ -13,7 +13,8 @@ from pathlib import Path
 
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.schema import JobConfig, training_values
-from fsdp_jobs.run.directory import RunDir, as_written, user_name, write_atomic
+from fsdp_jobs.run.directory import RunDir, user_name
+from fsdp_jobs.run.files import as_written, write_atomic
 from fsdp_jobs.run.record import Record
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from fsdp_jobs.run.directory import look_again
+from fsdp_jobs.run.files import look_again
 from fsdp_jobs.run.record import JsonObject
 
 TIMES = "log-times.jsonl"  # beside ranks' logs: {rank: [size in bytes, time]} whenever they have grown

@@ -12,7 +12,8 @@ from typing import Any, TextIO
 
 from fsdp_jobs.config.schema import plain_values
 from fsdp_jobs.run import events
-from fsdp_jobs.run.directory import RunDir, look_again, write_atomic
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.files import look_again, write_atomic
 from fsdp_jobs.run.record import Record
 
 EXIT_DONE = 0

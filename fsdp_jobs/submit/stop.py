@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from fsdp_jobs.config.schema import plain_values
 from fsdp_jobs.config.terminal import say
-from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.files import write_atomic
 from fsdp_jobs.run.state import State
 from fsdp_jobs.run.table import listed
 from fsdp_jobs.submit.submitted import check_own, describe, has_ended, kill

@@ -27,7 +27,8 @@ from fsdp_jobs.plan.shape_client import check_initial_weights, probe, run_probe
 from fsdp_jobs.plan.shapes import ModelShape
 from fsdp_jobs.plan.sources import from_yaml
 from fsdp_jobs.plan.topology import Topology
-from fsdp_jobs.run.directory import RunDir, as_written, checkpoints_of, digest_of, run_dir_of, runs_in, write_atomic
+from fsdp_jobs.run.directory import RunDir, checkpoints_of, run_dir_of, runs_in
+from fsdp_jobs.run.files import as_written, digest_of, write_atomic
 from fsdp_jobs.run.goodput import Failures, costs_of, failures_of
 from fsdp_jobs.run.identity import check_may_act, claim, identity_of
 from fsdp_jobs.run.processes import raise_file_limit

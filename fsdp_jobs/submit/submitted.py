@@ -18,7 +18,8 @@ from fsdp_jobs.config.terminal import complain
 from fsdp_jobs.launchers.base import SESSION, Description, Launcher, launcher_of, parse_handle
 from fsdp_jobs.run import events
 from fsdp_jobs.run.beside import beside
-from fsdp_jobs.run.directory import RunDir, find_run, runs_in, write_json
+from fsdp_jobs.run.directory import RunDir, find_run, runs_in
+from fsdp_jobs.run.files import write_json
 from fsdp_jobs.run.identity import check_may_act, owner_of
 from fsdp_jobs.run.state import State
 from fsdp_jobs.run.verdict import Verdict

@@ -14,7 +14,8 @@ from pathlib import Path
 from fsdp_jobs.config.errors import BadInput, nearest
 from fsdp_jobs.config.hydra import key_of
 from fsdp_jobs.config.terminal import say
-from fsdp_jobs.run.directory import RunDir, find_run, lock, recorded_in, try_lock
+from fsdp_jobs.run.directory import RunDir, find_run, recorded_in
+from fsdp_jobs.run.files import lock, try_lock
 from fsdp_jobs.run.record import JsonObject
 from fsdp_jobs.run.status import OVER
 from fsdp_jobs.sweeps.identity import identity

@@ -19,7 +19,7 @@ from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.config.terminal import say
 from fsdp_jobs.launchers.base import STATE_HOME, Finding, findings, launcher_of
 from fsdp_jobs.plan.memory import size
-from fsdp_jobs.run.directory import as_written
+from fsdp_jobs.run.files import as_written
 
 _STYLES = {"ok": "green", "warning": "yellow", "bad": "bold red"}
 _DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")

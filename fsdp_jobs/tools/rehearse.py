@@ -23,7 +23,8 @@ from fsdp_jobs.config.terminal import say
 from fsdp_jobs.plan.layout import partners
 from fsdp_jobs.run import events
 from fsdp_jobs.run.beside import wait_until
-from fsdp_jobs.run.directory import RunDir, as_written, write_atomic
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.files import as_written, write_atomic
 from fsdp_jobs.run.processes import all_processes, command_of
 from fsdp_jobs.run.tail import newest_json_lines, read_json_lines
 from fsdp_jobs.run.verdict import Verdict

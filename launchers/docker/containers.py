@@ -28,8 +28,9 @@ from fsdp_jobs.launchers.app import arguments
 from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.mounts import Mount, mounts_of
 from fsdp_jobs.launchers.snapshot import Snapshot, take, with_code
-from fsdp_jobs.run.directory import RunDir, as_written
+from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ADDRESS_ENV
+from fsdp_jobs.run.files import as_written
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp_jobs.run.directory import RunDir, look_again
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.files import look_again
 
 APP = "app.kubernetes.io/instance"
 ALL_APPS = "app.kubernetes.io/name=fsdp-jobs"  # selects the objects of all apps

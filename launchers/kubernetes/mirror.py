@@ -10,8 +10,9 @@ from fsdp_jobs.launchers.kubernetes.api import Api, ApiError
 from fsdp_jobs.launchers.kubernetes.conditions import is_lost, own_state, phase_of
 from fsdp_jobs.launchers.kubernetes.labels import STOP, role_of
 from fsdp_jobs.launchers.kubernetes.skeletons import Object
-from fsdp_jobs.run.directory import RunDir, read_json, try_lock, write_atomic, write_json
+from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.events import Submitted
+from fsdp_jobs.run.files import read_json, try_lock, write_atomic, write_json
 
 _PUBLISHED = re.compile(
     r"@((?:events|metrics)\.jsonl|excluded\.json|"

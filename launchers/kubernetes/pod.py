@@ -31,7 +31,8 @@ from fsdp_jobs.launchers.kubernetes.labels import (
     pods_write_here,
 )
 from fsdp_jobs.run import events, log
-from fsdp_jobs.run.directory import RunDir, rank_logs, write_atomic, write_json
+from fsdp_jobs.run.directory import RunDir, rank_logs
+from fsdp_jobs.run.files import write_atomic, write_json
 from fsdp_jobs.run.identity import Identity
 from fsdp_jobs.run.tail import TIMES, Tail
 from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, Verdict

@@ -40,7 +40,8 @@ from fsdp_jobs.launchers.kubernetes.skeletons import Object, merge
 from fsdp_jobs.plan.sources import from_kubernetes
 from fsdp_jobs.plan.topology import Topology
 from fsdp_jobs.run import events
-from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.files import write_atomic
 from fsdp_jobs.run.state import State
 from fsdp_jobs.run.status import RunStatus
 from fsdp_jobs.run.verdict import KILLED, WITHDRAWN, Verdict, judge

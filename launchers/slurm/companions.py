@@ -31,8 +31,9 @@ from fsdp_jobs.launchers.supervisor import Attempt
 from fsdp_jobs.plan.topology import expand_hostlist
 from fsdp_jobs.run import events, log
 from fsdp_jobs.run.beside import beside, wait_until
-from fsdp_jobs.run.directory import RunDir, as_written
+from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ATTEMPT_ENV, COORDINATOR_ENV, HOST_ENV
+from fsdp_jobs.run.files import as_written
 from fsdp_jobs.run.processes import STOP_SIGNALS
 from fsdp_jobs.run.verdict import Verdict
 

@@ -12,7 +12,8 @@ from fsdp_jobs.config.resolve import accelerator
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.mounts import Mount, mounts_of
 from fsdp_jobs.launchers.snapshot import with_code
-from fsdp_jobs.run.directory import RunDir, as_written
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.files import as_written
 
 
 def python_outside(cluster: SlurmClusterConfig, python: str) -> str:

@@ -18,7 +18,8 @@ from fsdp_jobs.launchers.base import Finding
 from fsdp_jobs.launchers.slurm import client, container, site
 from fsdp_jobs.launchers.slurm.script import asked, cluster_of
 from fsdp_jobs.launchers.slurm.validate import NO_REASON, answer, file_system
-from fsdp_jobs.run.directory import RunDir, as_written
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.files import as_written
 
 _WAIT_S = 30  # for a free node
 _IMPORT_MINUTES = 10  # for an image that the node does not have yet

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_jobs.run.beside import wait_until
-from fsdp_jobs.run.directory import write_atomic
+from fsdp_jobs.run.files import write_atomic
 from fsdp_jobs.run.processes import gloo_interface
 from fsdp_jobs.run.record import Record
 

@@ -20,7 +20,8 @@ from fsdp_jobs.launchers.snapshot import SHARED, Snapshot, link, take
 from fsdp_jobs.plan.topology import Topology
 from fsdp_jobs.run import events
 from fsdp_jobs.run.beside import wait_until
-from fsdp_jobs.run.directory import RunDir, as_written
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.files import as_written
 from fsdp_jobs.run.goodput import slowest_save_s
 from fsdp_jobs.run.state import State
 from fsdp_jobs.run.tail import last_lines, read_json_lines

@@ -22,8 +22,8 @@ from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.slurm import client, container
 from fsdp_jobs.launchers.slurm.steps import Commands
 from fsdp_jobs.plan.topology import expand_hostlist
-from fsdp_jobs.run.directory import as_written
 from fsdp_jobs.run.env import SUBMISSION_ENV
+from fsdp_jobs.run.files import as_written
 
 if TYPE_CHECKING:
     from torchx.specs import Role

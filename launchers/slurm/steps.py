@@ -6,7 +6,8 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from fsdp_jobs.run.directory import RunDir, as_written, write_atomic
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.files import as_written, write_atomic
 from fsdp_jobs.run.record import Record
 
 LEAST_TRAINING_S = 30  # between the start of a job and its last save

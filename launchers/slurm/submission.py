@@ -11,7 +11,8 @@ from pathlib import Path
 from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.launchers.slurm import client
 from fsdp_jobs.launchers.slurm.script import Script
-from fsdp_jobs.run.directory import RunDir, as_written
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.files import as_written
 
 
 def sbatch(folder: Path, script: str) -> str:

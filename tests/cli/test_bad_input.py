@@ -176,7 +176,8 @@ def test_a_wrap_class_that_matches_nothing_names_those_there_are(tmp_path: Path)
 
 def test_another_training_configuration_under_the_same_name_is_refused(tmp_path: Path) -> None:
     from fsdp_jobs.config.schema import dump_config
-    from fsdp_jobs.run.directory import RunDir, write_atomic
+    from fsdp_jobs.run.directory import RunDir
+    from fsdp_jobs.run.files import write_atomic
 
     run = RunDir(tmp_path / "runs" / "mine")
     write_atomic(run.config, dump_config(compose_job(["name=mine"])))

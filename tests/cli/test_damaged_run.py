@@ -12,7 +12,8 @@ import pytest
 from fsdp_jobs.cli.main import main
 from fsdp_jobs.config.errors import Damaged
 from fsdp_jobs.config.schema import load_config
-from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.files import write_atomic
 from fsdp_jobs.run.identity import identity_of
 from fsdp_jobs.run.verdict import FINAL_ERRORS
 from tests.jobs import environment

@@ -20,7 +20,8 @@ from fsdp_jobs.config import terminal
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.schema import dump_config
 from fsdp_jobs.config.terminal import say
-from fsdp_jobs.run.directory import RunDir, runs_in, write_atomic
+from fsdp_jobs.run.directory import RunDir, runs_in
+from fsdp_jobs.run.files import write_atomic
 from fsdp_jobs.run.identity import identity_of
 from fsdp_jobs.submit.overview import RunSummary
 from tests.jobs import ROOT, called, cli, environment

@@ -28,7 +28,8 @@ from fsdp_jobs.control.server import Server
 from fsdp_jobs.node import link as link_module
 from fsdp_jobs.node.link import Link
 from fsdp_jobs.run import events, messages
-from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.files import write_atomic
 from fsdp_jobs.run.processes import free_port, raise_file_limit, wildcards
 from fsdp_jobs.run.protocol import AGENT, COORDINATOR, proof
 from fsdp_jobs.run.tail import read_json_lines

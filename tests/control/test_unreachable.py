@@ -16,8 +16,9 @@ import pytest
 
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.schema import dump_config
-from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ATTEMPT_ENV, COORDINATOR_ENV
+from fsdp_jobs.run.files import write_atomic
 from fsdp_jobs.run.tail import read_json_lines
 from tests.jobs import ROOT
 from tests.netns import CONTROL, PORT, Fabric, needs_netns

@@ -15,7 +15,7 @@ from fsdp_jobs.guards.replicas.difference import Difference, Place
 from fsdp_jobs.guards.replicas.messages import Ask, Compared, Digests, Limits, Tensors
 from fsdp_jobs.run import events, messages
 from fsdp_jobs.run.agreement import NO_LIMIT, digest
-from fsdp_jobs.run.directory import write_atomic
+from fsdp_jobs.run.files import write_atomic
 from fsdp_jobs.run.rank_state import Phase
 from tests.control.cluster import Cluster
 

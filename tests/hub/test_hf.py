@@ -107,7 +107,8 @@ def _export_and_compare(folder: Path, name: str) -> None:
 
     from fsdp_jobs.config.schema import load_config
     from fsdp_jobs.hub.export import export
-    from fsdp_jobs.run.directory import RunDir, write_atomic
+    from fsdp_jobs.run.directory import RunDir
+    from fsdp_jobs.run.files import write_atomic
 
     run = RunDir(folder / "runs" / name)
     config = load_config(run.config)

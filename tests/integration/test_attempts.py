@@ -17,8 +17,9 @@ import pytest
 
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.launchers import supervisor
-from fsdp_jobs.run.directory import RunDir, write_json
+from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ADDRESS_ENV
+from fsdp_jobs.run.files import write_json
 from fsdp_jobs.run.processes import free_port, has_signal, this_machine, wildcards
 from fsdp_jobs.run.verdict import EXIT_REQUEUE, Verdict
 from fsdp_jobs.submit import submit as submission

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_jobs.checkpoints import catalog
-from fsdp_jobs.run.directory import write_atomic
+from fsdp_jobs.run.files import write_atomic
 from fsdp_jobs.run.tail import read_json_lines
 from tests.netns import Fabric, NetnsJob, needs_netns, netns_job
 from tests.world import PACED

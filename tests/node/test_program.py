@@ -27,8 +27,9 @@ from fsdp_jobs.node.program import Program
 from fsdp_jobs.node.worker import _run
 from fsdp_jobs.plan.plan import Plan, make_plan
 from fsdp_jobs.plan.svg import to_svg
-from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import LOG_ENV, PROGRAM_ENV, RANK_STATE_ENV, RUN_DIR_ENV, STACKS_ENV
+from fsdp_jobs.run.files import write_atomic
 from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.submit.validate import check_existing_run, validate
 from tests.jobs import cli

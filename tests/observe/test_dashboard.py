@@ -24,7 +24,8 @@ from starlette.testclient import TestClient
 from fsdp_jobs.launchers.base import Description
 from fsdp_jobs.observe.dashboard import live
 from fsdp_jobs.observe.dashboard.app import Dashboard, make_app
-from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.files import write_atomic
 from fsdp_jobs.run.identity import Identity
 from fsdp_jobs.run.status import RunStatus
 from fsdp_jobs.submit.overview import Overview

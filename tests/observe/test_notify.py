@@ -19,7 +19,8 @@ import pytest
 
 from fsdp_jobs.launchers.supervisor import Attempt
 from fsdp_jobs.run import events
-from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.files import write_atomic
 from fsdp_jobs.run.tail import read_json_lines
 from fsdp_jobs.run.verdict import Verdict, notify
 from tests.jobs import cli, job

@@ -15,7 +15,8 @@ from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.schema import dump_config
 from fsdp_jobs.observe.report import write_report
 from fsdp_jobs.plan.plan import make_plan
-from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.files import write_atomic
 from tests.jobs import cli
 from tests.observe.browser import Watched, browser  # noqa: F401
 from tests.recorded import HOSTILE, recorded_run

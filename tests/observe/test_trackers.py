@@ -21,7 +21,8 @@ from fsdp_jobs.config.schema import dump_config
 from fsdp_jobs.node.tracker import TrackerProcess, unsent_lines
 from fsdp_jobs.observe.trackers.send import Sender
 from fsdp_jobs.run.beside import wait_until
-from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.files import write_atomic
 from fsdp_jobs.run.messages import NO_ROUND
 from fsdp_jobs.run.tail import read_json_lines
 from fsdp_jobs.run.verdict import KILLED, judge

@@ -26,7 +26,8 @@ from fsdp_jobs.cli.main import main
 from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.launchers.base import Description
 from fsdp_jobs.observe.answers import curves
-from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.files import write_atomic
 from fsdp_jobs.run.identity import identity_of
 from fsdp_jobs.run.state import State
 from fsdp_jobs.run.status import Break, RunStatus

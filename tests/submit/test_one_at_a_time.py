@@ -19,8 +19,9 @@ import psutil
 import pytest
 
 from fsdp_jobs.config.errors import BadInput
-from fsdp_jobs.run.directory import RunDir, pending_in, runs_in, write_atomic
+from fsdp_jobs.run.directory import RunDir, pending_in, runs_in
 from fsdp_jobs.run.events import AttemptStarted, RoundStarted, read_events
+from fsdp_jobs.run.files import write_atomic
 from fsdp_jobs.run.processes import all_processes, command_of
 from fsdp_jobs.run.status import ENDED
 from fsdp_jobs.submit.overview import Overview

@@ -21,7 +21,8 @@ from fsdp_jobs.config.schema import dump_config
 from fsdp_jobs.control.placement import known_places
 from fsdp_jobs.launchers.base import Description
 from fsdp_jobs.launchers.local import LocalLauncher
-from fsdp_jobs.run.directory import RunDir, runs_in, write_atomic, write_json
+from fsdp_jobs.run.directory import RunDir, runs_in
+from fsdp_jobs.run.files import write_atomic, write_json
 from fsdp_jobs.run.state import State
 from fsdp_jobs.run.verdict import WITHDRAWN, judge
 from fsdp_jobs.submit import submit as submission

@@ -26,7 +26,8 @@ from fsdp_jobs.launchers.local import LocalLauncher
 from fsdp_jobs.launchers.local_supervisor import LocalRequest
 from fsdp_jobs.launchers.supervisor import staged
 from fsdp_jobs.observe.report import write_page
-from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.files import write_atomic
 from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.sweeps import jobs as sweeps_jobs
 from fsdp_jobs.sweeps.identity import canonical, name_for

@@ -13,7 +13,8 @@ import pytest
 
 from fsdp_jobs.cli.main import main
 from fsdp_jobs.config.schema import load_config
-from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.files import write_atomic
 from fsdp_jobs.run.identity import identity_of
 from fsdp_jobs.tools.prune import old_runs, remove
 from tests.jobs import called

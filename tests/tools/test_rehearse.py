@@ -12,7 +12,8 @@ import pytest
 
 from fsdp_jobs.cli.main import main
 from fsdp_jobs.config.hydra import compose_job
-from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.files import write_atomic
 from fsdp_jobs.tools import rehearse as tool
 
 

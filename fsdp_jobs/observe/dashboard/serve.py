@@ -12,7 +12,7 @@ from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.terminal import say
 from fsdp_jobs.observe.dashboard.app import Dashboard, make_app
 from fsdp_jobs.run import log
-from fsdp_jobs.run.directory import write_atomic
+from fsdp_jobs.run.files import write_atomic
 
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 

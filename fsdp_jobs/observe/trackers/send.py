@@ -20,7 +20,8 @@ from fsdp_jobs.config.schema import plain_values
 from fsdp_jobs.node.tracker import FLUSH_S
 from fsdp_jobs.observe.trackers.trackers import TRACKERS
 from fsdp_jobs.run import events, log
-from fsdp_jobs.run.directory import RunDir, lock, read_json, write_json
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.files import lock, read_json, write_json
 from fsdp_jobs.run.state import State
 from fsdp_jobs.run.tail import Tail
 from fsdp_jobs.run.verdict import Verdict

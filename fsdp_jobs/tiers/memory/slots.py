@@ -28,7 +28,8 @@ from typing import IO, Any, NamedTuple
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.run import folders
 from fsdp_jobs.run.checksum import checksum, checksum_of_part
-from fsdp_jobs.run.directory import RunDir, write_whole
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.files import write_whole
 from fsdp_jobs.run.record import Record
 from fsdp_jobs.run.table import listed
 from fsdp_jobs.run.verdict import Verdict

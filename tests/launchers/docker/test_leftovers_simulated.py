@@ -18,7 +18,8 @@ from fsdp_jobs.config.schema import dump_config
 from fsdp_jobs.launchers.detached import DetachedLauncher
 from fsdp_jobs.launchers.docker import containers, supervisor
 from fsdp_jobs.launchers.docker.scheduler import DockerLauncher
-from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.files import write_atomic
 from fsdp_jobs.run.status import RunStatus
 from tests.recorded import recorded_run
 

@@ -23,7 +23,8 @@ from fsdp_jobs.launchers.kubernetes.manifests import WORKLOADS, files_objects, o
 from fsdp_jobs.launchers.kubernetes.scheduler import KubernetesRequest
 from fsdp_jobs.launchers.kubernetes.skeletons import fill, merge
 from fsdp_jobs.plan.plan import make_plan
-from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.files import write_atomic
 from fsdp_jobs.run.verdict import EXIT_FAILED, EXIT_REQUEUE
 
 HERE = Path(__file__).parent

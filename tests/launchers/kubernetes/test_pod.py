@@ -14,8 +14,9 @@ import pytest
 from fsdp_jobs.launchers.kubernetes import mirror, pod
 from fsdp_jobs.launchers.kubernetes.labels import pods_write_here
 from fsdp_jobs.launchers.kubernetes.pod import CoordinatorsPublisher, Publisher, seed
-from fsdp_jobs.run.directory import RunDir, try_lock, write_atomic
+from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.events import append_line
+from fsdp_jobs.run.files import try_lock, write_atomic
 from fsdp_jobs.run.identity import Identity
 from fsdp_jobs.run.tail import Tail, read_json_lines
 from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_FAILED, Verdict

@@ -23,7 +23,8 @@ from fsdp_jobs.launchers.kubernetes import scheduler
 from fsdp_jobs.launchers.kubernetes.scheduler import KubernetesLauncher
 from fsdp_jobs.plan.plan import Plan
 from fsdp_jobs.run import events
-from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.files import write_atomic
 from fsdp_jobs.run.processes import free_port
 from fsdp_jobs.run.state import State
 from fsdp_jobs.run.status import RunStatus

@@ -18,7 +18,8 @@ from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.slurm.script import Site, commands, margin_s, script
 from fsdp_jobs.launchers.slurm.site import topology_of
-from fsdp_jobs.run.directory import RunDir, as_written
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.files import as_written
 from fsdp_jobs.submit.submit import plan_of
 
 GOLDEN = Path(__file__).parent / "golden"

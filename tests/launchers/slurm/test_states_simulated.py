@@ -22,7 +22,8 @@ from fsdp_jobs.launchers.slurm.scheduler import SlurmLauncher
 from fsdp_jobs.launchers.slurm.script import Script, long_form
 from fsdp_jobs.launchers.slurm.steps import Commands
 from fsdp_jobs.run import events
-from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.files import write_atomic
 from fsdp_jobs.run.state import State
 from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.submit import submit as submission

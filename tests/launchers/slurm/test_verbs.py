@@ -15,7 +15,8 @@ import pytest
 
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.launchers.slurm.site import load
-from fsdp_jobs.run.directory import RunDir, write_atomic
+from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.files import write_atomic
 from tests.jobs import cli, environment
 from tests.launchers.slurm.lab import CLUSTER, ON_CPU, Lab, slurm_job
 from tests.launchers.slurm.test_jobs import ENDLESS, as_undisturbed

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_jobs.run.directory import as_written
+from fsdp_jobs.run.files import as_written
 
 
 def test_paths_keep_the_names_of_the_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
