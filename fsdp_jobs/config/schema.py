@@ -22,7 +22,7 @@ from fsdp_jobs.config.keys import AUTO, dotted, key
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2")
 DTYPES = ("fp32", "bf16", "fp16")
 MASTER_DTYPES = ("fp32", "bf16", "bf16_stochastic")  # bf16 rounded to nearest, or stochastically after each step
-RECOMPUTED = ("none", "full", "every_n", "selective")
+RECOMPUTED = ("none", "selective", "every_n", "full")  # the mildest first
 VERDICTS = ("done", "preempted", "infrastructure", "stalled", "user_error")
 NOTIFY_ON = (*VERDICTS, "requeue", "corruption")
 

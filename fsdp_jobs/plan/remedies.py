@@ -15,7 +15,7 @@ import yaml
 
 from fsdp_jobs.config.keys import AUTO
 from fsdp_jobs.config.resolve import accelerator, ranks_per_node
-from fsdp_jobs.config.schema import JobConfig
+from fsdp_jobs.config.schema import RECOMPUTED, JobConfig
 from fsdp_jobs.plan.choose import NEAR, Option, choose, closeness, device_of, fits_well, options_of, price
 from fsdp_jobs.plan.grouping import Grouping, divisors
 from fsdp_jobs.plan.layout import HYBRID
@@ -27,7 +27,6 @@ ACTIVATION_OFFLOAD = "fsdp.activation_offload=true"
 COSTLY = (ACTIVATION_OFFLOAD, "fsdp.cpu_offload=true", "fsdp.master_dtype=bf16_stochastic")
 CHECKPOINTING = ("fsdp.activation_checkpointing=selective", "fsdp.activation_checkpointing=full")
 MOST_NODES = 4096  # no larger number of nodes is tried
-RECOMPUTED = ("none", "selective", "every_n", "full")
 WORTH_SAYING = 1.03  # tokens/s relative to the plan's
 
 
