@@ -18,7 +18,7 @@ import fsdp_jobs
 from fsdp_jobs.config import habits
 from fsdp_jobs.config.errors import BadInput, JobFailed, name_file, nearest
 from fsdp_jobs.config.groups import groups, summary
-from fsdp_jobs.config.terminal import complain, console, errors, say
+from fsdp_jobs.config.terminal import complain, console, errors, say, silence
 from fsdp_jobs.run.env import RANK_STATE_ENV, TRACEBACK_ENV
 from fsdp_jobs.run.table import counted
 from fsdp_jobs.run.verdict import EXIT_FAILED
@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        silence(sys.stdout)
         return 0
     except OSError as e:
         if e.filename is None and _output_is_lost():
@@ -143,7 +143,7 @@ def _output_is_lost() -> bool:
     try:
         print(flush=True)
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        silence(sys.stdout)
         return True
     return False
 

@@ -7,7 +7,7 @@ import os
 import sys
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import IO, Any
 
 from rich.console import Console, RenderableType
 from rich.text import Text
@@ -33,9 +33,14 @@ class _Console(Console):
 
     def on_broken_pipe(self) -> None:
         """Raise BrokenPipeError again, or say no more; rich would exit with 1."""
-        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+        silence(self.file)
         if self.ends_with_its_reader:
             raise BrokenPipeError
+
+
+def silence(output: IO[str]) -> None:
+    """Drop what is still written to an output that has no reader or no room."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())
 
 
 console = _Console()
