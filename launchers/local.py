@@ -16,12 +16,12 @@ from fsdp_jobs.launchers.app import arguments
 from fsdp_jobs.launchers.base import Finding, Job, findings, prepare_each
 from fsdp_jobs.launchers.detached import DetachedLauncher
 from fsdp_jobs.launchers.local_supervisor import LocalRequest
-from fsdp_jobs.plan.memory import size
 from fsdp_jobs.run import folders
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.files import as_written
 from fsdp_jobs.run.processes import visible_gpus
 from fsdp_jobs.run.rank_state import remove_what_is_left
+from fsdp_jobs.run.table import size
 
 _SHM = 32 * 2**20  # bytes of /dev/shm for a rank: its data workers' batches, and NCCL's or gloo's buffers
 

@@ -23,7 +23,7 @@ from fsdp_jobs.config.schema import load_config, plain_values
 from fsdp_jobs.config.terminal import complain, print_json, say, show_table
 from fsdp_jobs.run.directory import RunDir, checkpoints_of, pending_in, rank_logs, runs_in, user_name
 from fsdp_jobs.run.status import OVER, RunStatus
-from fsdp_jobs.run.table import counted
+from fsdp_jobs.run.table import counted, size
 from fsdp_jobs.run.tail import follow_files, label, looks_like_error, numbers_of, shown
 from fsdp_jobs.run.verdict import EXIT_FAILED, EXIT_REQUEUE
 from fsdp_jobs.submit.overview import UNREADABLE, Overview, story_of
@@ -313,7 +313,6 @@ def report(args: list[str]) -> int:
 
 
 def prune(args: list[str]) -> int:
-    from fsdp_jobs.plan.memory import size
     from fsdp_jobs.sweeps.jobs import best_runs
     from fsdp_jobs.tools.prune import erase, old_runs, remove, unfinished
 

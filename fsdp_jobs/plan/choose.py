@@ -11,13 +11,13 @@ from fsdp_jobs.config.resolve import accelerator, backend, param_dtype, ranks_pe
 from fsdp_jobs.config.schema import HardwareConfig, JobConfig
 from fsdp_jobs.plan.grouping import Grouping, Placement
 from fsdp_jobs.plan.layout import HYBRID, WHOLE, Layout, only_group
-from fsdp_jobs.plan.memory import DTYPE_BYTES, GIB, MARGIN, Memory, peak_memory, size, snapshot_bytes
+from fsdp_jobs.plan.memory import DTYPE_BYTES, GIB, MARGIN, Memory, peak_memory, snapshot_bytes
 from fsdp_jobs.plan.shapes import ModelShape
 from fsdp_jobs.plan.step_time import StepTime, step_time
 from fsdp_jobs.plan.topology import Topology
 from fsdp_jobs.plan.traffic import BACKENDS, Traffic, node_traffic, ring_bytes
 from fsdp_jobs.run.env import LAYOUT_ENV
-from fsdp_jobs.run.table import listed
+from fsdp_jobs.run.table import listed, size
 
 NEAR = 1.03  # steps this close to the shortest count as equally fast
 _ALIKE = 1.05  # bytes between nodes this close to the fewest count as equal

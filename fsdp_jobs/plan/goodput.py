@@ -10,9 +10,9 @@ from fsdp_jobs.config.keys import AUTO
 from fsdp_jobs.config.resolve import ranks_per_node, seconds_per_byte
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.plan.layout import Layout
-from fsdp_jobs.plan.memory import Memory, size
+from fsdp_jobs.plan.memory import Memory
 from fsdp_jobs.run.goodput import Costs, Failures
-from fsdp_jobs.run.table import counted, duration, percent
+from fsdp_jobs.run.table import counted, duration, percent, size
 
 _RESTART_S = 180.0  # noticing the loss, new processes, NCCL, loading, the first step; an estimate until measured
 _LEAST_STALL_S = 0.5  # delay of steps per save, beyond the copy of the state

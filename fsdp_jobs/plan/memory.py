@@ -31,14 +31,6 @@ def master_bytes(fsdp: FsdpConfig) -> int:
     return 4 if fsdp.master_dtype == "fp32" else 2
 
 
-def size(n: float) -> str:
-    """Format bytes in the largest unit that leaves at least 1: 15.2 GiB."""
-    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if n >= scale:
-            return f"{n / scale:.1f} {unit}"
-    return f"{n:.0f} B"
-
-
 @dataclass(frozen=True)
 class Memory:
     """Bytes on one rank's device at the moment of the peak; `host` is what offload keeps on the host."""

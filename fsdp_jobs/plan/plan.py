@@ -14,7 +14,7 @@ from fsdp_jobs.plan.choose import Considered, Option, choose, choose_without_sha
 from fsdp_jobs.plan.goodput import Expected, expect
 from fsdp_jobs.plan.grouping import Grouping
 from fsdp_jobs.plan.layout import HYBRID, Layout, only_group, partners
-from fsdp_jobs.plan.memory import Memory, size
+from fsdp_jobs.plan.memory import Memory
 from fsdp_jobs.plan.remedies import Remedy, advice, remedies
 from fsdp_jobs.plan.shapes import ModelShape, shape_of
 from fsdp_jobs.plan.step_time import ATTENTION_UNKNOWN, StepTime
@@ -23,7 +23,7 @@ from fsdp_jobs.plan.traffic import Traffic
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.goodput import Costs, Failures
 from fsdp_jobs.run.record import Record
-from fsdp_jobs.run.table import listed
+from fsdp_jobs.run.table import listed, size
 
 
 @dataclass(frozen=True)

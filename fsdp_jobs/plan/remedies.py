@@ -19,9 +19,9 @@ from fsdp_jobs.config.schema import RECOMPUTED, JobConfig
 from fsdp_jobs.plan.choose import NEAR, Option, choose, closeness, device_of, fits_well, options_of, price
 from fsdp_jobs.plan.grouping import Grouping, divisors
 from fsdp_jobs.plan.layout import HYBRID
-from fsdp_jobs.plan.memory import size
 from fsdp_jobs.plan.shapes import ModelShape
 from fsdp_jobs.plan.topology import Topology
+from fsdp_jobs.run.table import size
 
 ACTIVATION_OFFLOAD = "fsdp.activation_offload=true"
 COSTLY = (ACTIVATION_OFFLOAD, "fsdp.cpu_offload=true", "fsdp.master_dtype=bf16_stochastic")

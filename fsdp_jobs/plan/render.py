@@ -11,9 +11,9 @@ from rich.panel import Panel
 from rich.table import Column, Table
 from rich.text import Text
 
-from fsdp_jobs.plan.memory import Memory, size
+from fsdp_jobs.plan.memory import Memory
 from fsdp_jobs.plan.plan import Plan
-from fsdp_jobs.run.table import counted, duration
+from fsdp_jobs.run.table import counted, duration, size
 
 COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 MOST_NODES_LISTED = 16  # more are condensed: one row per leaf switch

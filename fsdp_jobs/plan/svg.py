@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
-from fsdp_jobs.plan.memory import size
 from fsdp_jobs.plan.plan import Plan
 from fsdp_jobs.plan.render import Row, device_of, rows_of, span, summary_of, title_of
-from fsdp_jobs.run.table import listed
+from fsdp_jobs.run.table import listed, size
 
 COLOURS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377")  # Paul Tol's bright scheme
 MOST_NODES_DRAWN = 64  # more are condensed: one row per leaf switch

@@ -1,4 +1,4 @@
-"""Format durations, counts and long lists. No torch."""
+"""Format durations, sizes, counts and long lists. No torch."""
 
 from __future__ import annotations
 
@@ -17,6 +17,14 @@ def duration(seconds: float | None) -> str:
     if whole >= 3600:
         return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
     return f"{whole // 60}m{whole % 60:02d}s" if whole >= 60 else f"{whole}s"
+
+
+def size(n: float) -> str:
+    """Format bytes in the largest unit that leaves at least 1: 15.2 GiB."""
+    for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if n >= scale:
+            return f"{n / scale:.1f} {unit}"
+    return f"{n:.0f} B"
 
 
 def percent(share: float, digits: int = 0) -> str:

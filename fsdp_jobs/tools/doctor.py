@@ -18,8 +18,8 @@ from fsdp_jobs.config.errors import BadInput, JobFailed, Problem, one_line
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.config.terminal import say
 from fsdp_jobs.launchers.base import STATE_HOME, Finding, findings, launcher_of
-from fsdp_jobs.plan.memory import size
 from fsdp_jobs.run.files import as_written
+from fsdp_jobs.run.table import size
 
 _STYLES = {"ok": "green", "warning": "yellow", "bad": "bold red"}
 _DRIVER = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")

@@ -10,8 +10,8 @@ from fsdp_jobs.config.resolve import accelerator, ranks_per_node
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.kubernetes.api import Api, ApiError
 from fsdp_jobs.launchers.kubernetes.pods import cluster_of
-from fsdp_jobs.plan.memory import size
 from fsdp_jobs.plan.sources import labels_in_use
+from fsdp_jobs.run.table import size
 
 logger = logging.getLogger(__name__)
 

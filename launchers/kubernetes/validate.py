@@ -17,7 +17,8 @@ from fsdp_jobs.launchers.kubernetes.machines import forget, topology_labels
 from fsdp_jobs.launchers.kubernetes.manifests import WORKLOADS
 from fsdp_jobs.launchers.kubernetes.pods import cluster_of
 from fsdp_jobs.launchers.kubernetes.skeletons import Object
-from fsdp_jobs.plan.memory import GIB, size
+from fsdp_jobs.plan.memory import GIB
+from fsdp_jobs.run.table import size
 
 logger = logging.getLogger(__name__)
 

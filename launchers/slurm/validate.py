@@ -17,8 +17,8 @@ from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.slurm import client, container
 from fsdp_jobs.launchers.slurm.script import asked, cluster_of, long_form
 from fsdp_jobs.launchers.slurm.steps import LEAST_TRAINING_S
-from fsdp_jobs.plan.memory import size
 from fsdp_jobs.run.directory import user_name
+from fsdp_jobs.run.table import size
 
 _IN_MEMORY = ("tmpfs", "ramfs")  # file systems that no other machine can mount
 _ABOUT_NODES = ("node configuration", "nodes are busy", "node not available", "nodes required")

@@ -10,10 +10,10 @@ from itertools import pairwise
 import pytest
 
 from fsdp_jobs.config.hydra import compose_job
-from fsdp_jobs.plan.memory import size
 from fsdp_jobs.plan.plan import Plan, make_plan
 from fsdp_jobs.plan.svg import to_svg
 from fsdp_jobs.plan.topology import Node, Topology
+from fsdp_jobs.run.table import size
 from tests.plan.groups import groups_of
 from tests.plan.shown import render_text
 
