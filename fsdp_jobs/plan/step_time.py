@@ -134,14 +134,10 @@ def step_time(config: JobConfig, shape: ModelShape, layout: Layout, ring: RingBy
     step += reduce + all_reduce + root_reduce * ring.reductions + far.all_reduce(ring.all_reduce * root_part) + c.update
 
     compute = ring.gathers * (n * (forward + backward) + c.head) + n * quiet * c.accumulated + c.update
-    tokens = data.global_batch * data.seq_len / layout.world_size  # a rank's mean; the busiest sets the time
-    return StepTime(
-        compute=compute,
-        step=step,
-        tokens_per_s=tokens * layout.world_size / step,
-        tokens_per_s_per_rank=tokens / step,
-        mfu=shape.flops_per_token(data.seq_len) * tokens / step / peak_flops(hardware, dtype),
-    )
+    tokens_per_s = data.global_batch * data.seq_len / step
+    of_rank = tokens_per_s / layout.world_size  # mean; the busiest sets the time
+    mfu = shape.flops_per_token(data.seq_len) * of_rank / peak_flops(hardware, dtype)
+    return StepTime(compute, step, tokens_per_s, of_rank, mfu)
 
 
 def attention_rate(hardware: HardwareConfig, best_rate: float, head_width: int, seq_len: int, dtype: str) -> float:
