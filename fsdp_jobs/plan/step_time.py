@@ -62,8 +62,9 @@ class _Compute:
     forward: float  # of a block
     backward: float
     head: float  # the final norm, the head, and the loss, forward and backward
-    gathered: float  # copying a gathered block out of the flat buffer, or casting it
+    gathered: float  # casting this rank's part of a block, and copying the gathered block out of the flat buffer
     reduced: float  # copying a block's gradients into the reduce-scatter's input
+    passed: float  # copying them out of it where one rank is the whole group, which sends nothing
     accumulated: float  # adding a block's gradients to those of the microbatches before
     update: float  # clipping and AdamW
 
@@ -113,9 +114,9 @@ def step_time(config: JobConfig, shape: ModelShape, layout: Layout, ring: RingBy
     moved = offloaded_blocks(shape, fsdp) * inputs * per_host_byte / n
     gather = near.gather(ring.gather_forward * block_part) + lifted * block_part
     gather_again = near.gather(ring.gather_backward / n)
-    if ring.gather_backward and lifted:  # over the same link, in the same direction
+    if layout.reshard_after_forward and lifted:  # over the same link, in the same direction
         gather_again += lifted * block_part + moved
-    reduce = near.gather(ring.reduce * block_part) + lifted * block_part + c.reduced
+    reduce = near.gather(ring.reduce * block_part) + lifted * block_part + c.passed
     all_reduce = far.all_reduce(ring.all_reduce * block_part)
     root_gather = near.gather(ring.gather_forward * root_part) + lifted * root_part
     root_reduce = near.gather(ring.reduce * root_part) + lifted * root_part
@@ -124,16 +125,17 @@ def step_time(config: JobConfig, shape: ModelShape, layout: Layout, ring: RingBy
     is_apart = s_inter == 0 and r_intra == 0
     last = max(gather_again + reduce, all_reduce) if is_apart else gather_again + reduce + all_reduce
     forward = c.forward + c.gathered + moved
-    backward = c.backward + (c.gathered if ring.gather_backward else 0.0) + moved
+    backward = c.backward + (c.gathered if layout.reshard_after_forward else 0.0) + moved
     quiet_backward = _beside(backward + c.accumulated, gather_again)
-    reducing_backward = _beside(backward, gather_again + reduce)
+    reducing_backward = _beside(backward + c.reduced, gather_again + reduce)
+    last_backward = _beside(backward + c.reduced, last)
     micro = root_gather + gather + n * _beside(forward, gather) + c.head
-    reducing = ring.reductions - 1
-    quiet = ring.gathers - 1 - reducing
-    step = ring.gathers * micro + n * (quiet * quiet_backward + reducing * reducing_backward + _beside(backward, last))
+    quiet, reducing = ring.gathers - ring.reductions, ring.reductions - 1
+    step = ring.gathers * micro + n * (quiet * quiet_backward + reducing * reducing_backward + last_backward)
     step += reduce + all_reduce + root_reduce * ring.reductions + far.all_reduce(ring.all_reduce * root_part) + c.update
 
-    compute = ring.gathers * (n * (forward + backward) + c.head) + n * quiet * c.accumulated + c.update
+    copies = quiet * c.accumulated + ring.reductions * c.reduced
+    compute = ring.gathers * (n * (forward + backward) + c.head) + n * copies + c.update
     tokens_per_s = data.global_batch * data.seq_len / step
     of_rank = tokens_per_s / layout.world_size  # mean; the busiest sets the time
     mfu = shape.flops_per_token(data.seq_len) * of_rank / peak_flops(hardware, dtype)
@@ -187,7 +189,8 @@ def _compute(config: JobConfig, shape: ModelShape, layout: Layout, dtype: str, t
     update = shard * (UPDATE_PASSES + CLIP_PASSES) * b_m * per_byte
     if fsdp.cpu_offload:
         update = shard * ranks_per_node(config) * (UPDATE_PASSES + CLIP_PASSES) * b_m / HOST_UPDATE_BYTES_PER_S
-    gathered = block * (2 * b_p if layout.shard_group > 1 else cast) * per_byte
-    reduced = block * (b_p + b_r) * per_byte if layout.shard_group > 1 else 0.0
+    gathered = (2 * b_p * block + cast * shape.largest.shard_numel(layout.shard_group)) * per_byte
+    reduced = block * (b_p + b_r) * per_byte
+    passed = block * 2 * b_r * per_byte if layout.shard_group == 1 else 0.0
     accumulated = block * (b_p + 2 * b_r) * per_byte
-    return _Compute(forward, backward, head, gathered, reduced, accumulated, update)
+    return _Compute(forward, backward, head, gathered, reduced, passed, accumulated, update)

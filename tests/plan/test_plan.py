@@ -17,7 +17,8 @@ from fsdp_jobs.cli.main import main
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.schema import JobConfig, LlamaConfig
-from fsdp_jobs.plan.choose import NEAR, Considered
+from fsdp_jobs.plan.choose import NEAR, Considered, price
+from fsdp_jobs.plan.grouping import Grouping
 from fsdp_jobs.plan.memory import GIB, peak_memory
 from fsdp_jobs.plan.plan import Plan, make_plan, regroup
 from fsdp_jobs.plan.render import summary_of
@@ -143,6 +144,41 @@ def test_a_slow_network_keeps_shard_groups_in_their_nodes() -> None:
     overrides = ("nodes=2", "hardware=a100_80", "hardware.inter_node_gb_s=0.25", "model=llama2_7b", *SYNTHETIC)
     plan = make_plan(job(*overrides, "data.global_batch=64", "fsdp.activation_checkpointing=full"))
     assert plan.layout.shard_group <= 8 and plan.layout.replicas >= 2
+
+
+ONE_BILLION = ("hardware=h100", "model=llama_1b", "nodes=1", "data=synthetic", "data.micro_batch=1")
+
+
+def step_of(strategy: str, *overrides: str) -> tuple[float, int]:
+    """Seconds of a step of the 1B model, sharded over all ranks of a node if at all, and elements of its blocks."""
+    config = job(*ONE_BILLION, *overrides)
+    ranks = config.nproc_per_node
+    shape, placement = shape_of(config), Grouping(config, Topology.flat(1, ranks)).place(ranks)
+    assert shape is not None and placement is not None
+    return price(config, shape, strategy, placement).time.step, shape.n_blocks * shape.largest.numel
+
+
+@pytest.mark.parametrize(("stored", "cast"), [("fp32", 4 + 2), ("bf16", 0)])
+def test_one_rank_copies_its_own_parameters_when_it_gathers_them(stored: str, cast: int) -> None:
+    """As torch 2.13's `FSDPParamGroup.wait_for_unshard` does, cast or not; full_shard does it again in backward."""
+    asked = ("nproc_per_node=1", "data.global_batch=1", f"fsdp.master_dtype={stored}")
+    (again, elements), (once, _) = (step_of(strategy, *asked) for strategy in ("full_shard", "no_shard"))
+    assert again - once == pytest.approx(elements * (cast + 2 + 2) / 2985e9)
+
+
+def test_one_rank_lifts_its_offloaded_parameters_again_in_backward() -> None:
+    asked = ("nproc_per_node=1", "data.global_batch=1", "data.seq_len=128", "fsdp.cpu_offload=true")
+    (again, elements), (once, _) = (step_of(strategy, *asked) for strategy in ("full_shard", "no_shard"))
+    assert again - once > 0.9 * elements * 4 / 50e9
+
+
+def test_no_communication_hides_the_copies_of_gradients() -> None:
+    """They are made before the reduce-scatter, among the kernels of backward; sums over microbatches take more."""
+    asked = ("nproc_per_node=2", "data.global_batch=8", "hardware.intra_node_gb_s=0")
+    (whole, elements), (sharded, _) = (
+        step_of("full_shard", *asked, f"fsdp.accumulate_unsharded={is_whole}") for is_whole in ("true", "false")
+    )
+    assert whole - sharded == pytest.approx(3 * elements * ((2 + 4 + 4) - (2 + 4)) / 2985e9, rel=0.1)
 
 
 @settings(max_examples=40, deadline=None)
