@@ -25,6 +25,10 @@ TITAN_929 = "github.com/pytorch/torchtitan issues/929, 7 March 2025"
 AO = "github.com/pytorch/ao torchao/prototype/float8nocompile"  # batch 1, as its memory says
 # H100, the number not stated: one node, as the scripts' default; a fused or compiled loss, in the plan an eager one
 OLMO = "allenai/OLMo-core README.md at v1.5.0, src/scripts/train/OLMo-*B.py"
+# Llama 3.1 8B at 8,192 tokens; neither stated: compiled, with selective checkpointing of which every_n stands for
+CRUSOE = "github.com/crusoecloud/torchtitan README.md at 2dacbf1"
+# every parameter trained, in bf16 (in the plan fp32); gradients are summed over 4 microbatches
+VECTORLM = "github.com/VectorInstitute/vectorlm docs/reference_throughput.md at 0703e07"
 LEONARDO = "github.com/Modalities/modalities docs/scaling_experiments/scaling_leonardo.md at 8a9b661"
 MARENOSTRUM = "github.com/Modalities/modalities docs/scaling_experiments/scaling_mn5.md at 5644c95"
 
@@ -107,6 +111,17 @@ def _atorch(gpus: int, tflops: float) -> Unseen:
     return Unseen(ATORCH, "llama2 7b", "a100_80", gpus, s, 4, tflops * 1e12 / flops, "full", known=known)
 
 
+def _crusoe(
+    hardware: str, micro_batch: int, speeds: dict[int, float], per_node: int = 8, domain: int = 8
+) -> list[Unseen]:
+    job = (8192, micro_batch)
+    known = {"nvlink_domain": domain}
+    return [
+        Unseen(CRUSOE, "llama3 8b", hardware, gpus, *job, speed, "every_n", True, per_node=per_node, known=known)
+        for gpus, speed in speeds.items()
+    ]
+
+
 def _site(source: str, rows: str) -> Iterator[Unseen]:
     hardware, known = SITES[source]
     for row in rows.splitlines():
@@ -140,6 +155,16 @@ UNSEEN = (
     Unseen(OLMO, "olmo 1b", "h100", 8, 4096, 4, 44000, compiled=True, accumulate=32),
     Unseen(OLMO, "olmo 7b", "h100", 8, 4096, 2, 10000, compiled=True, accumulate=64),
     Unseen(OLMO, "olmo 13b", "h100", 8, 4096, 1, 4600, compiled=True, accumulate=256),
+    *_crusoe("h100", 2, {16: 8714, 32: 7582, 128: 7169}),
+    *_crusoe("h200", 4, {32: 8895, 64: 8844, 128: 9044}),
+    *_crusoe("b200", 5, {8: 17469, 16: 17500}),
+    *_crusoe("b200", 5, {12: 18284, 36: 17975, 68: 17581}, per_node=4, domain=72),
+    *(
+        Unseen(VECTORLM, "llama3 8b", "a100_80", gpus, seq_len, 16384 // seq_len, speed / gpus, "full", per_node=gpus,
+               accumulate=4)
+        for gpus, speeds in ((2, (6346.0, 6182.59, 5772.91)), (4, (12688.44, 12249.74, 11463.46)))
+        for seq_len, speed in zip((2048, 4096, 8192), speeds, strict=True)
+    ),
 )  # fmt: skip
 SCALED = (*_site(LEONARDO, _LEONARDO_ROWS), *_site(MARENOSTRUM, _MARENOSTRUM_ROWS))
 
@@ -168,7 +193,7 @@ def planned(row: Unseen, strategy: str = "", **known: float) -> Plan:
         config,
         nodes=row.gpus // row.per_node,
         model=MODELS[row.model],
-        hardware=replace(config.hardware, **links, **row.known | known),
+        hardware=replace(config.hardware, **links | row.known | known),
         fsdp=fsdp,
         data=DataConfig("synthetic", seq_len=row.seq_len, global_batch=batch, micro_batch=row.micro_batch),
     )
