@@ -210,7 +210,7 @@ def _left_out(config: JobConfig, shape: ModelShape, topology: Topology) -> Itera
     """Yield what the prediction leaves out or has wrong: frozen parameters, numbers of the hardware."""
     if shape.frozen:
         share = f"{shape.frozen / shape.numel:.0%} of the parameters are frozen"
-        yield f"{share}: the plan counts no gradients and moments for them, but the time of their backward."
+        yield f"{share}: the plan counts no gradients and moments for them; backward makes only those of their inputs."
     if shape.unmeasured:
         why = f"the model's forward could not be measured ({shape.unmeasured})"
         yield f"Warning: {why}: memory lacks all activations, and time is 6 FLOPs per parameter and token."

@@ -109,6 +109,7 @@ def step_time(config: JobConfig, shape: ModelShape, layout: Layout, ring: RingBy
     per_host_byte = seconds_per_byte(hardware.host_gb_s)
     # With offload a shard goes to the GPU before each gather, and its gradient to the host after each reduction.
     lifted = shard * master_bytes(fsdp) * per_host_byte if fsdp.cpu_offload else 0.0
+    lowered = lifted * shape.trained
     # Blocks' inputs go to the host in forward and back in backward; torch copies them in the stream of the kernels.
     inputs = in_microbatch * shape.activations.block_input * DTYPE_BYTES[dtype]
     moved = offloaded_blocks(shape, fsdp) * inputs * per_host_byte / n
@@ -116,10 +117,10 @@ def step_time(config: JobConfig, shape: ModelShape, layout: Layout, ring: RingBy
     gather_again = near.gather(ring.gather_backward / n)
     if layout.reshard_after_forward and lifted:  # over the same link, in the same direction
         gather_again += lifted * block_part + moved
-    reduce = near.gather(ring.reduce * block_part) + lifted * block_part + c.passed
+    reduce = near.gather(ring.reduce * block_part) + lowered * block_part + c.passed
     all_reduce = far.all_reduce(ring.all_reduce * block_part)
     root_gather = near.gather(ring.gather_forward * root_part) + lifted * root_part
-    root_reduce = near.gather(ring.reduce * root_part) + lifted * root_part
+    root_reduce = near.gather(ring.reduce * root_part) + lowered * root_part
 
     # A shard group inside a node and replicas that are all on other nodes use different links at the same time.
     is_apart = s_inter == 0 and r_intra == 0
@@ -155,7 +156,7 @@ def attention_rate(hardware: HardwareConfig, best_rate: float, head_width: int, 
 
 
 def _compute(config: JobConfig, shape: ModelShape, layout: Layout, dtype: str, tokens: float) -> _Compute:
-    fsdp, data, hardware, a = config.fsdp, config.data, config.hardware, shape.activations
+    fsdp, data, hardware, a, trained = config.fsdp, config.data, config.hardware, shape.activations, shape.trained
     b_m, b_p, b_r = master_bytes(fsdp), DTYPE_BYTES[dtype], DTYPE_BYTES[fsdp.reduce_dtype]
     best_rate = peak_flops(hardware, dtype) * hardware.matmul_efficiency
     matmul_rate = best_rate * LAYER_MATMUL
@@ -169,8 +170,9 @@ def _compute(config: JobConfig, shape: ModelShape, layout: Layout, dtype: str, t
     passes = tokens * (elementwise + SCORE_PASSES * scores) * b_p * per_byte / MEMORY_IN_STEP
     per_block = a.layers / max(1, shape.n_blocks)
     forward = (matmul + attention + passes) * per_block
-    # Flash attention's backward runs five matmuls against two (Dao et al. 2022, arXiv:2205.14135).
-    backward = (2 * matmul + 2.5 * attention + 2 * passes) * per_block
+    # A frozen weight has no gradient of its own, only that of its input. Flash attention's backward runs five matmuls
+    # against two (Dao et al. 2022, arXiv:2205.14135).
+    backward = ((1 + trained) * matmul + 2.5 * attention + 2 * passes) * per_block
     again = forward - tokens * a.last_flops / matmul_rate * per_block  # torch stops once nothing is missing
     backward += {
         "none": 0.0,
@@ -182,15 +184,17 @@ def _compute(config: JobConfig, shape: ModelShape, layout: Layout, dtype: str, t
     if chunk := loss_chunk(fsdp, tokens, a.vocab if a.linear_head else 0, layout.chunked_loss):
         sums = -(-tokens // chunk) * a.head_flops // 2 * (8 if b_p == 4 else 8 + 2 * b_p)
         loss_bytes = tokens * a.vocab * CHUNKED_LOSS_BYTES + sums
-    head = 3 * tokens * a.head_flops / matmul_rate + loss_bytes * per_byte
+    head = (2 + trained) * tokens * a.head_flops / matmul_rate + loss_bytes * per_byte
 
     shard, block = shape.shard_numel(layout.shard_group), shape.largest.numel
     cast = b_m + b_p if b_m != b_p else 0
-    update = shard * (UPDATE_PASSES + CLIP_PASSES) * b_m * per_byte
+    updated = shard * trained * (UPDATE_PASSES + CLIP_PASSES) * b_m  # bytes
+    update = updated * per_byte
     if fsdp.cpu_offload:
-        update = shard * ranks_per_node(config) * (UPDATE_PASSES + CLIP_PASSES) * b_m / HOST_UPDATE_BYTES_PER_S
+        update = updated * ranks_per_node(config) / HOST_UPDATE_BYTES_PER_S
     gathered = (2 * b_p * block + cast * shape.largest.shard_numel(layout.shard_group)) * per_byte
-    reduced = block * (b_p + b_r) * per_byte
-    passed = block * 2 * b_r * per_byte if layout.shard_group == 1 else 0.0
-    accumulated = block * (b_p + 2 * b_r) * per_byte
+    gradients = block * trained
+    reduced = gradients * (b_p + b_r) * per_byte
+    passed = gradients * 2 * b_r * per_byte if layout.shard_group == 1 else 0.0
+    accumulated = gradients * (b_p + 2 * b_r) * per_byte
     return _Compute(forward, backward, head, gathered, reduced, passed, accumulated, update)

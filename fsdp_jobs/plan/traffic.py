@@ -50,19 +50,20 @@ def ring_bytes(
 
     Blocks are gathered for forward and, when resharded, again for backward; the root once. Gradients are
     reduced over the shard group once a step with `accumulate_unsharded`, else in each microbatch; over the
-    replicas once.
+    replicas once. Frozen parameters have none.
     """
     group, replicas = layout.shard_group, layout.replicas
     b_r = DTYPE_BYTES[fsdp.reduce_dtype]
     shard = shape.shard_numel(group)
     blocks = sum(b.shard_numel(group) * b.count for b in shape.blocks)
     ring = group - 1  # each rank passes on this many shards
+    gradients = shard * shape.trained * b_r  # bytes
     reduce_cost = 2 if backend == "gloo" else 1
     return RingBytes(
         gather_forward=ring * shard * param_bytes,
         gather_backward=ring * blocks * param_bytes if layout.reshard_after_forward else 0,
-        reduce=ring * shard * b_r * reduce_cost,
-        all_reduce=2 * (replicas - 1) / replicas * shard * b_r,
+        reduce=ring * gradients * reduce_cost,
+        all_reduce=2 * (replicas - 1) / replicas * gradients,
         gathers=microbatches,
         reductions=1 if layout.accumulate_unsharded or group == 1 else microbatches,
     )

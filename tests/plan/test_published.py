@@ -113,7 +113,7 @@ def test_jobs_on_a100_that_set_no_constant_are_near() -> None:
     rows += [r for r in unseen.SCALED if r.source == unseen.LEONARDO and r.gpus <= 16]
     assert len(rows) >= 25
     for row in rows:
-        assert 0.85 <= unseen.ratio(row) <= 1.1, row
+        assert 0.85 <= unseen.ratio(row) <= (1.2 if row.frozen else 1.1), row
 
 
 def test_jobs_on_newer_gpus_are_near() -> None:

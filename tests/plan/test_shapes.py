@@ -21,11 +21,15 @@ from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.schema import CustomModelConfig, FsdpConfig, JobConfig, LlamaConfig
 from fsdp_jobs.models.build import build_model, find_blocks
 from fsdp_jobs.plan import shape_client
+from fsdp_jobs.plan.choose import price
+from fsdp_jobs.plan.grouping import Grouping
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.plan.memory import peak_memory, snapshot_bytes
 from fsdp_jobs.plan.plan import make_plan
 from fsdp_jobs.plan.shape_client import probe
 from fsdp_jobs.plan.shapes import Activations, llama_params, llama_shape
+from fsdp_jobs.plan.step_time import LAYER_MATMUL
+from fsdp_jobs.plan.topology import Topology
 from fsdp_jobs.train import shape_probe
 from fsdp_jobs.train.shape_probe import activations_of, shape_of, units_of
 
@@ -266,6 +270,20 @@ def test_frozen_parameters_have_no_gradients_and_no_moments() -> None:
     assert snapshot_bytes(adapted, layout, config.fsdp, True) == pytest.approx(
         snapshot_bytes(shape, layout, config.fsdp, True) * 1.2 / 3, rel=0.01
     )
+
+
+def test_frozen_parameters_have_no_gradients_to_make_and_to_send() -> None:
+    """A backward has two matmuls for each trained weight, and one for a frozen one."""
+    config = compose_job(["nodes=2", "hardware=h100", "model=llama_1b", "data=synthetic", "data.seq_len=8192"])
+    assert isinstance(config.model, LlamaConfig)
+    shape, placement = llama_shape(config.model), Grouping(config, Topology.flat(2)).place(8)
+    assert placement is not None
+    adapters = replace(shape, frozen=int(shape.numel * 0.99))
+    whole, few = (price(config, s, "hybrid_shard", placement) for s in (shape, adapters))
+    assert few.traffic["nccl"].inter_node == pytest.approx(whole.traffic["nccl"].inter_node / 100, rel=0.01)
+    a, rate = shape.activations, 989e12 * 0.803 * LAYER_MATMUL
+    gradients = 0.99 * (a.layers * a.matmul_flops + a.head_flops) * config.data.global_batch * 8192 / 16 / rate
+    assert 1 < (whole.time.step - few.time.step) / gradients < 1.25, "and their copies, and the optimizer"
 
 
 def test_values_of_another_width_than_keys_cost_no_matrix_of_scores() -> None:

@@ -27,8 +27,10 @@ AO = "github.com/pytorch/ao torchao/prototype/float8nocompile"  # batch 1, as it
 OLMO = "allenai/OLMo-core README.md at v1.5.0, src/scripts/train/OLMo-*B.py"
 # Llama 3.1 8B at 8,192 tokens; neither stated: compiled, with selective checkpointing of which every_n stands for
 CRUSOE = "github.com/crusoecloud/torchtitan README.md at 2dacbf1"
-# every parameter trained, in bf16 (in the plan fp32); gradients are summed over 4 microbatches
+# in bf16 (in the plan fp32), every parameter trained, or LoRA of rank 8; gradients are summed over 4 microbatches
 VECTORLM = "github.com/VectorInstitute/vectorlm docs/reference_throughput.md at 0703e07"
+# LoRA; Transformer Engine's and Triton's kernels, here compile
+AUTOMODEL = "github.com/NVIDIA-NeMo/Automodel docs/performance-summary.mdx at 2861c41"
 LEONARDO = "github.com/Modalities/modalities docs/scaling_experiments/scaling_leonardo.md at 8a9b661"
 MARENOSTRUM = "github.com/Modalities/modalities docs/scaling_experiments/scaling_mn5.md at 5644c95"
 
@@ -99,6 +101,7 @@ class Unseen:
     accumulate: int = 1
     per_node: int = 8
     reduce_dtype: str = "fp32"
+    frozen: float = 0.0  # share of the parameters
     known: dict[str, float] = field(default_factory=dict, hash=False)  # what differs from the preset
 
 
@@ -133,6 +136,13 @@ def _site(source: str, rows: str) -> Iterator[Unseen]:
             )  # fmt: skip
 
 
+# GPUs, share of frozen parameters, tokens/s of all GPUs at 2,048, 4,096 and 8,192 tokens
+_VECTORLM = (
+    (2, 0.0, (6346.0, 6182.59, 5772.91)),
+    (4, 0.0, (12688.44, 12249.74, 11463.46)),
+    (2, 0.998, (7182.97, 6955.58, 6452.96)),
+    (4, 0.998, (14299.47, 13834.43, 12769.23)),
+)
 _IBM = (("7b", "none", "hybrid_shard"), ("13b", "every_n", "full_shard"))
 _IBM += (("34b", "full", "full_shard"), ("70b", "full", "full_shard"))
 _IBM_SPEEDS = {("a100_80", 128, 5.7): (3700, 1800, 700, 370), ("h100", 96, 11.4): (7500, 3800, 1550, 800)}
@@ -159,10 +169,12 @@ UNSEEN = (
     *_crusoe("h200", 4, {32: 8895, 64: 8844, 128: 9044}),
     *_crusoe("b200", 5, {8: 17469, 16: 17500}),
     *_crusoe("b200", 5, {12: 18284, 36: 17975, 68: 17581}, per_node=4, domain=72),
+    Unseen(AUTOMODEL, "llama3 8b", "h100", 1, 4096, 2, 12472.87, compiled=True, strategy="no_shard", per_node=1,
+           accumulate=16, frozen=0.995),
     *(
         Unseen(VECTORLM, "llama3 8b", "a100_80", gpus, seq_len, 16384 // seq_len, speed / gpus, "full", per_node=gpus,
-               accumulate=4)
-        for gpus, speeds in ((2, (6346.0, 6182.59, 5772.91)), (4, (12688.44, 12249.74, 11463.46)))
+               accumulate=4, frozen=frozen)
+        for gpus, frozen, speeds in _VECTORLM
         for seq_len, speed in zip((2048, 4096, 8192), speeds, strict=True)
     ),
 )  # fmt: skip
@@ -199,6 +211,7 @@ def planned(row: Unseen, strategy: str = "", **known: float) -> Plan:
     )
     shape = shape_of(config)
     assert shape is not None
+    shape = replace(shape, frozen=int(shape.numel * row.frozen))
     if row.model in GPT:  # two matrices of 4 d, no rotary embedding: as MPT in published.py
         d = shape.activations.block_input
         of = replace(shape.activations, block_saved=16 * d, elementwise=MPT_ELEMENTWISE * d, last_flops=8 * d * d)
