@@ -30,11 +30,11 @@ logger = logging.getLogger(__name__)
 def flops_per_token(model: nn.Module, config: JobConfig) -> float:
     """Return the FLOPs of forward and backward per token, recomputation not counted.
 
-    Built-in models use the planner's formula; any other model 6 N, N being the number of its parameters.
+    Built-in models use the planner's formula; any other model 6 FLOPs per trained parameter, and 4 per frozen one.
     """
     if isinstance(config.model, LlamaConfig):
         return llama_shape(config.model).flops_per_token(config.data.seq_len)
-    return 6.0 * sum(p.numel() for p in model.parameters())
+    return 2.0 * sum(p.numel() * (3 if p.requires_grad else 2) for p in model.parameters())
 
 
 class MetricsLog:

@@ -135,11 +135,11 @@ class ModelShape(Record):
         """Return the model FLOPs of forward and backward, as MFU counts them.
 
         6 x matmul weights + 12 x layers x width x seq_len: Chowdhery et al. 2022 (PaLM, arXiv:2204.02311),
-        appendix B; recomputation and the causal mask do not count.
+        appendix B; 4 x frozen weights. Recomputation and the causal mask do not count.
         """
         a = self.activations
-        forward = a.layers * (a.matmul_flops + 4 * a.attention_width * seq_len) + a.head_flops
-        return 3.0 * forward
+        matmuls = a.layers * a.matmul_flops + a.head_flops
+        return (2 + self.trained) * matmuls + 12.0 * a.layers * a.attention_width * seq_len
 
 
 def shape_of(config: JobConfig) -> ModelShape | None:

@@ -284,6 +284,8 @@ def test_frozen_parameters_have_no_gradients_to_make_and_to_send() -> None:
     a, rate = shape.activations, 989e12 * 0.803 * LAYER_MATMUL
     gradients = 0.99 * (a.layers * a.matmul_flops + a.head_flops) * config.data.global_batch * 8192 / 16 / rate
     assert 1 < (whole.time.step - few.time.step) / gradients < 1.25, "and their copies, and the optimizer"
+    matmuls, weights = adapters.flops_per_token(0) / 2, a.layers * a.matmul_flops // 2 + a.head_flops // 2
+    assert matmuls == pytest.approx((2 + 0.01) * weights, rel=1e-3)
 
 
 def test_values_of_another_width_than_keys_cost_no_matrix_of_scores() -> None:
