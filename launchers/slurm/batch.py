@@ -77,9 +77,8 @@ class Batch(Attempt):
         self.stop_signal = stop_signal
         self.bad_hosts: list[str] = []  # hosts on which no agent stays alive
         self._no_agent: Verdict | None = None  # what to end with if none does, on any host
-        self._may_get_agents = True  # from companions
         self._signalled_at = self._asked_at = 0.0
-        self._question: Future[client.QueuedJob | None] | None = None  # query that SLURM has not answered yet
+        self._question: Future[tuple[client.QueuedJob | None, bool]] | None = None  # SLURM has not answered it yet
         self._is_away = False  # the controller: it has not answered the last query
         self._told = ""  # why no process can be started
 
@@ -197,14 +196,13 @@ class Batch(Attempt):
         is_due = may_be_lost and now - self._asked_at > (_AGAIN_S if self._is_away else _QUEUE_S)
         if self._question is None and (has_died or is_due):
             self._asked_at = now
-            to_replace = missing if self.commands.regrow and not self.stop_signal else []
-            self._question = beside(lambda: self._ask(to_replace))
+            self._question = beside(lambda: self._ask(missing))
         if self._question is not None and wait([self._question], _ANSWER_S if has_died else 0).done:
             question, self._question = self._question, None
             try:
-                job, self._is_away = question.result(), False
+                (job, will_get_none), self._is_away = question.result(), False
             except client.SlurmError as e:  # training continues
-                job, self._is_away = None, True
+                job, will_get_none, self._is_away = None, False, True
                 for process in self.processes:
                     process.early_deaths = 0
                 logger.warning("%s", e)
@@ -213,7 +211,7 @@ class Batch(Attempt):
                     self._tell(e)
             if job is not None:
                 self._look_at_allocation(job)
-            if self._no_agent and not self._may_get_agents and len(missing) == self.commands.max_nodes:
+            if self._no_agent is not None and will_get_none and not self.stop_signal:
                 self._end_without_agents(self._no_agent)
 
     def _end_without_agents(self, verdict: Verdict) -> None:
@@ -222,14 +220,16 @@ class Batch(Attempt):
         if not any(e.attempt >= self.run.first_attempt() for e in rounds):
             verdict.close(self.run, self.number)
 
-    def _ask(self, missing: Sequence[int]) -> client.QueuedJob | None:
-        """Return SLURM's record of this job, and request companions for the missing nodes."""
-        job = client.running(self.job_id)
-        try:
-            self._may_get_agents = self.companions.request(missing)
-        except client.SlurmError as e:
-            logger.warning("%s", e)
-        return job
+    def _ask(self, missing: Sequence[int]) -> tuple[client.QueuedJob | None, bool]:
+        """Return SLURM's record of this job, and whether no node has an agent or will get one from a companion."""
+        job, may_come = client.running(self.job_id), False
+        if self.commands.regrow and not self.stop_signal:
+            try:
+                may_come = self.companions.request(missing)
+            except client.SlurmError as e:
+                may_come = True  # it is tried again
+                logger.warning("%s", e)
+        return job, len(missing) == self.commands.max_nodes and not may_come
 
     def _look_at_allocation(self, job: client.QueuedJob) -> None:
         """End processes whose nodes SLURM has taken from the job."""
