@@ -146,7 +146,10 @@ class SlurmLauncher(Launcher):
         return [self._find(run, queue.values()) for run in runs]
 
     def _find(self, run: RunDir, queue: Iterable[client.QueuedJob]) -> str | None:
-        array, _, task = Commands.read(run).place.partition("_")
+        try:
+            array, _, task = Commands.read(run).place.partition("_")
+        except FileNotFoundError:  # it is written before anything is submitted
+            return None
         tag = f"{run.submission}.{array}" if array else run.submission
         for job in queue:
             if job.tag == tag and (not task or job.id.endswith(f"_{task}")):

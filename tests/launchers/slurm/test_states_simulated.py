@@ -232,6 +232,12 @@ def test_a_job_is_found_by_the_submission_in_its_comment_and_is_nobody_elses(slu
     assert state("4") is State.FAILED, "ids begin again: this job is another run's"
 
 
+def test_a_submission_that_was_killed_before_it_wrote_its_commands_has_no_job(slurm: Path) -> None:
+    run = RunDir(slurm / "runs" / "a")
+    write_atomic(run.job, json.dumps({"submission": "260101-aaa", "pending": "slurm_fsdp"}))
+    assert SlurmLauncher().find([run]) == [None]
+
+
 def test_a_job_that_the_site_gives_a_name_and_a_comment_of_its_own_is_known_by_its_script(slurm: Path) -> None:
     """Seen with a job_submit.lua: a running job was shown as failed, and `resume` submitted a second one beside it."""
     known_run(slurm, "4", None)
