@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import repeat
 
 from fsdp_jobs.launchers.base import at_once
 from fsdp_jobs.launchers.kubernetes.api import Api, ApiError
@@ -29,39 +30,39 @@ def pull(run: RunDir, api: Api, pods: list[Object]) -> str:
         Why a pod's log cannot be read; empty if all can.
     """
     with (run.submit / "mirror.lock").open("a") as file:
-        return _Mirror(run).pull(api, pods) if try_lock(file) else ""
+        return _Mirror(run, api).pull(pods) if try_lock(file) else ""
 
 
 class _Mirror:
     """Copies lines from pods' logs into the same files here, each once: pods may repeat themselves."""
 
-    def __init__(self, run: RunDir):
-        self.run, self.refusal = run, ""
+    def __init__(self, run: RunDir, api: Api):
+        self.run, self.api, self.refusal = run, api, ""
         self._position = {"offsets": {}, "read_at": {}, "finished": [], **read_json(run.mirrored)}
         self._offsets: dict[str, int] = self._position["offsets"]  # file -> end of the last line copied
         self._read_at: dict[str, float] = self._position["read_at"]  # pod's uid -> seconds since 1970, cluster's clock
         self._finished: list[str] = self._position["finished"]  # uids of pods that have ended and were read to the end
 
-    def pull(self, api: Api, pods: list[Object]) -> str:
-        new = [pod for pod in pods if self._may_have_more(api, pod)]
+    def pull(self, pods: list[Object]) -> str:
+        new = [pod for pod in pods if self._may_have_more(pod)]
         for first in range(0, len(new), _AT_ONCE):
-            now, some = api.time(), new[first : first + _AT_ONCE]
-            for pod, lines in zip(some, at_once(lambda pod, now=now: self._read(api, pod, now), some), strict=True):
+            now, some = self.api.time(), new[first : first + _AT_ONCE]
+            for pod, lines in zip(some, at_once(self._read, some, repeat(now)), strict=True):
                 if lines is not None:
                     self._take(pod, lines, now)
         write_json(self.run.mirrored, self._position)
         return self.refusal
 
-    def _may_have_more(self, api: Api, pod: Object) -> bool:
+    def _may_have_more(self, pod: Object) -> bool:
         has_begun = own_state(pod).keys() & {"running", "terminated"}
-        return bool(has_begun) and pod["metadata"]["uid"] not in self._finished and not is_lost(api, pod)
+        return bool(has_begun) and pod["metadata"]["uid"] not in self._finished and not is_lost(self.api, pod)
 
-    def _read(self, api: Api, pod: Object, now: float) -> list[str] | None:
+    def _read(self, pod: Object, now: float) -> list[str] | None:
         """Return a pod's newest lines; None if they cannot be read."""
         read_at = self._read_at.get(pod["metadata"]["uid"])
         since_s = int(now - read_at) + _OVERLAP_S if read_at is not None and read_at <= now else None
         try:
-            return list(api.log(pod["metadata"]["name"], role_of(pod), since_s))
+            return list(self.api.log(pod["metadata"]["name"], role_of(pod), since_s))
         except ApiError as e:
             if e.status not in (400, 404):  # it has just gone
                 self.refusal = f"the log of pod {pod['metadata']['name']} cannot be read: {e}"
@@ -82,10 +83,10 @@ class _Mirror:
         published = _PUBLISHED.fullmatch(logged)
         if published is None:
             return False
-        name, end, line = published[1], int(published[2]), published[3]
-        if end <= self._offsets.get(name, 0):
+        name, end, line = published.groups()
+        if int(end) <= self._offsets.get(name, 0):
             return False
-        self._offsets[name] = end
+        self._offsets[name] = int(end)
         file = self.run.path / name
         if file.suffix == ".json":
             write_atomic(file, line)
