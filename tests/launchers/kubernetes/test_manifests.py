@@ -148,6 +148,14 @@ def test_pods_are_what_the_restricted_standard_wants(case: str) -> None:
             assert not any("hostPort" in port for port in container.get("ports", []))
 
 
+def test_pods_in_their_machines_network_find_the_coordinator_by_its_name() -> None:
+    """Kubernetes' own default for such pods is the machine's resolver, which knows no Services."""
+    config = compose_job([*COMMON, "cluster.pod_patch={hostNetwork: true}", "name=pretrain"])
+    job = Job(config, RunDir("/home/me/runs/pretrain"), make_plan(config))
+    pods = list(_pod_specs(WORKLOADS["job"].objects(job)))
+    assert [(pod["hostNetwork"], pod["dnsPolicy"]) for pod in pods] == [(True, "ClusterFirstWithHostNet")] * 2
+
+
 def _pod_specs(found: Any) -> Any:
     if isinstance(found, dict) and "containers" in found:
         yield found
