@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shlex
 import sys
 from collections import Counter
@@ -127,9 +128,10 @@ def _hosts(cluster: SlurmClusterConfig, key: str) -> list[str]:
 
 
 def long_form(option: str) -> str:
-    """Return an option of `cluster.extra` with its long name: `--dependency=afterok:7` for `-d afterok:7`."""
-    name = _LONG.get(option[:2])
-    return f"--{name}={option[2:].lstrip(' =')}" if name else option
+    """Return an option of `cluster.extra` as `--name=value`: `-d afterok:7` as `--dependency=afterok:7`."""
+    if name := _LONG.get(option[:2]):
+        return f"--{name}={option[2:].lstrip(' =')}"
+    return re.sub(r"^(--[\w-]+) +", r"\1=", option)  # a blank is for command lines: sbatch takes it for the name's
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ _NOT_EXTRA = {  # options of sbatch -> what to use instead
     "--nodes": "nodes=4, or nodes=2:4",
     **dict.fromkeys(("--wait", "-W"), "attach=true follows the job"),
     **dict.fromkeys(("--parsable", "--quiet", "-Q"), "the job's id is read from what sbatch says"),
+    "--signal": "it asks for the last save, elastic.stop_grace_s before the time limit, or as long as saves take",
     "--test-only": "dry_run=true",
 }
 
@@ -46,15 +47,16 @@ def problems_here(job: Job) -> Iterator[Problem]:
         for text in value if isinstance(value, list) else [value]:
             if any(c in str(text) for c in "\n\r\0"):
                 yield Problem(f"{key}={text!r}", "holds a line break")
-    for option in cluster.extra:
+    for given in cluster.extra:
+        option, where = long_form(given), f"cluster.extra=[{given}]"
         if not option.startswith("-"):
-            cure = "for example cluster.extra=\"['--licenses=foo']\""
-            yield Problem(f"cluster.extra=[{option}]", "not an option of sbatch", cure)
-        if (name := long_form(option).partition("=")[0]) in _NOT_EXTRA:
-            yield Problem(f"cluster.extra=[{option}]", f"{name} is not for the user to set", _NOT_EXTRA[name])
+            yield Problem(where, "not an option of sbatch", "for example cluster.extra=\"['--licenses=foo']\"")
+        name = option.partition("=")[0]
+        if taken := next((known for known in _NOT_EXTRA if known.startswith(name)), ""):  # sbatch takes beginnings, too
+            yield Problem(where, f"{taken} is not for the user to set", _NOT_EXTRA[taken])
         if cluster.exclusive and option.startswith(("--exclusive=", "--oversubscribe", "-s")):
             what = "would share nodes, with one CPU of each, where cluster.exclusive=true asks for whole ones"
-            yield Problem(f"cluster.extra=[{option}]", what, "cluster.exclusive=false, too")
+            yield Problem(where, what, "cluster.exclusive=false, too")
     if cluster.container is not None:
         yield from container.problems(job.config, run)
     if job.away:

@@ -13,7 +13,7 @@ from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.slurm import client
 from fsdp_jobs.launchers.slurm.examine import examine
 from fsdp_jobs.launchers.slurm.scheduler import SlurmLauncher
-from fsdp_jobs.launchers.slurm.validate import check_with_slurm
+from fsdp_jobs.launchers.slurm.validate import check_with_slurm, problems_here
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.submit.submit import plan_of
 from tests.launchers.slurm.simulated import say
@@ -77,6 +77,20 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     return Site(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("given", "cure"),
+    [
+        *((array, "--multirun makes arrays") for array in ("--array=0-1", "--array 0-1", "-a0-1", "--arr=0-1")),
+        ("--signal=USR2@60", "it asks for the last save"),
+    ],
+)
+def test_an_option_that_is_not_for_the_user_is_refused_in_every_form_that_sbatch_takes(given: str, cure: str) -> None:
+    """The tasks of an array would all work in one run directory; another signal killed the job before it had saved."""
+    config = compose_job(["cluster=slurm", "model=llama_debug", f"cluster.extra=['{given}']"])
+    (problem,) = problems_here(Job(config, RunDir("/runs/a"), plan_of(config)[0], away=["a laptop"]))
+    assert problem.instead.startswith(cure)
+
+
 def test_limits_are_those_of_the_partition_and_the_time_that_sbatch_will_take(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,7 +101,8 @@ def test_limits_are_those_of_the_partition_and_the_time_that_sbatch_will_take(
     for partition in ("-p long", "-plong", "--partition=long"):
         assert site.refuses("cluster.time=2-00:00:00", "nodes=4", f"cluster.extra=['{partition}']") == ""
     assert "cluster.extra=[--time=300]" in site.refuses("cluster.extra=['-t 300']")
-    assert site.refuses("cluster.time=300", "cluster.extra=['-t 30']") == ""
+    for given in ("-t 30", "-t30", "--time=30", "--time 30"):
+        assert site.refuses("cluster.time=300", f"cluster.extra=['{given}']") == "", given
     monkeypatch.setenv("SBATCH_PARTITION", "long")
     assert site.refuses("cluster.time=2-00:00:00", "nodes=4") == ""
     assert "short allows" in site.refuses("cluster.time=2-00:00:00", "cluster.partition=short")
