@@ -60,8 +60,9 @@ def end_of(body: Object) -> str | None:
 
 def why_ended(root: Object, pods: list[Object]) -> str:
     """Return how a job has ended of which no pod tells it: in the words of its Job's controller."""
-    ends = (c.get("message", "") for c in root.get("status", {}).get("conditions", []) if c["type"] in _ENDS)
-    told = next(ends, "")
+    status = root.get("status", {})
+    ends = (c.get("message", "") for c in status.get("conditions", []) if c.get("type") in _ENDS)  # Volcano's have none
+    told: str = next(ends, status.get("state", {}).get("message", ""))
     if any(role_of(pod) == "coordinator" for pod in pods):
         return told
     gone = "its pods were deleted before this was seen from here; its run directory on the claim has the rest"
@@ -127,7 +128,8 @@ def why_waiting(api: Api, root: Object, jobs: list[Object], pods: list[Object]) 
                 return f"pods of {name} are refused: {refusals[-1].partition(': ')[2]}"
             if why := why_failed(job, pods):
                 return why
-    return ""
+    warnings = api.events(root["kind"]) if not pods else {}
+    return next(reversed(warnings.get(root["metadata"]["name"], [])), "")  # of Volcano: its gang finds no room
 
 
 def why_cut_off(api: Api, pods: list[Object]) -> str:

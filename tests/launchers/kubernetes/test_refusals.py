@@ -861,6 +861,21 @@ class TestWaiting:
             assert self.said(app) == (State.QUEUED, why)
             job["spec"]["suspend"] = False
 
+    def test_a_volcano_job_tells_why_it_waits_and_how_it_ended(self, api: SimulatedApi) -> None:
+        """Its conditions have no type, and before there is room for its gang it has no pods."""
+        api.groups["batch.volcano.sh"] = "v1alpha1"
+        overrides = [*JOB, "cluster.workload=volcano"]
+        app = submission.submit(submission.prepare([compose_job(overrides)]), [overrides])[0].rpartition("/")[2]
+        (root,) = api.all("batch.volcano.sh", "jobs")
+        why = "PodGroup team:x unschedule,reason: 3/0 tasks in gang unschedulable: pod group is not ready"
+        api.warn("Job", root["metadata"]["name"], "PodGroupPending", why)
+        root["status"] = {"state": {"phase": "Pending"}, "conditions": [{"status": "Pending"}]}
+        assert self.said(app) == (State.QUEUED, f"PodGroupPending: {why}")
+        aborted = {"phase": "Aborted", "message": "by an administrator"}
+        root["status"] = {"state": aborted, "conditions": [{"status": "Pending"}, {"status": "Aborted"}]}
+        state, why = self.said(app)
+        assert state is State.STOPPED and why.startswith("by an administrator; its pods were deleted")
+
     def test_a_token_that_expires_later(self, api: SimulatedApi, app: str) -> None:
         api.token = "another"
         with pytest.raises(JobFailed, match="has expired"):
