@@ -13,6 +13,7 @@ from fsdp_jobs.launchers.kubernetes.pods import cluster_of, coordinator_pod, nam
 from fsdp_jobs.launchers.kubernetes.skeletons import Object, fill, without_nulls
 
 _INDEX = "$(JOB_COMPLETION_INDEX)"  # the kubelet puts the pod's number here
+_REPLACED = 10000  # pods: Volcano ends a job after so many, and after 3 if none are named
 _MIN_PARALLELISM = "kueue.x-k8s.io/job-min-parallelism"
 _COMPLETIONS_FOLLOW = "kueue.x-k8s.io/job-completions-equal-parallelism"
 
@@ -63,7 +64,8 @@ def volcano_objects(job: Job) -> list[Object]:
             template["metadata"]["labels"][NODE] = replica
         tasks.append({**task, "template": template, **fill("volcano_tasks")[role]})
     low = sum(task.get("minAvailable", 1) for task in tasks)
-    spec = {**made["spec"], "tasks": tasks, "minAvailable": low, "ttlSecondsAfterFinished": _keep_s(job)}
+    own = {"tasks": tasks, "minAvailable": low, "ttlSecondsAfterFinished": _keep_s(job)}
+    spec = {**made["spec"], **own, "maxRetry": _REPLACED}
     return [without_nulls({**made, "metadata": _metadata(job, names.app), "spec": spec})]
 
 

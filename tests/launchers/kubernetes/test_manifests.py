@@ -180,6 +180,12 @@ def test_grace_is_twice_the_slowest_save_there_was(tmp_path: Path) -> None:
         assert spec["terminationGracePeriodSeconds"] == 216  # 2 x 100.2, and 15 to leave
 
 
+def test_no_number_of_evictions_ends_a_job_of_volcano(tmp_path: Path) -> None:
+    """Each pod that Volcano replaces counts as a retry of the whole job; for 0 its webhook puts 3."""
+    (body,) = objects_of("volcano", RunDir(tmp_path / "pretrain"))
+    assert body["spec"]["maxRetry"] == fill("job_nodes")["spec"]["backoffLimitPerIndex"]
+
+
 def test_machines_that_failed_too_often_are_left_out(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "pretrain")
     write_atomic(run.excluded, json.dumps({"bad-7": {"until": 1e12, "why": "3 failures"}}))
