@@ -239,6 +239,7 @@ def _pods_of(body: Object) -> Iterator[Object]:
     spec = body.get("spec", {})
     templates = [spec["template"]] if "template" in spec else []
     templates += [r["template"]["spec"]["template"] for r in spec.get("replicatedJobs", [])]
+    templates += [task["template"] for task in spec.get("tasks", [])[:2]]  # of a coordinator and many equal nodes
     for number, template in enumerate(templates):
         name = f"{body['metadata']['name']}-check-{number}"
         pod_metadata = {**template["metadata"], "name": name}

@@ -74,6 +74,11 @@ def _kueue(api: SimulatedApi) -> None:
     api.put("kueue.x-k8s.io", "localqueues", {"kind": "LocalQueue", "metadata": {"name": "research"}})
 
 
+def _volcano(api: SimulatedApi) -> None:
+    api.groups["batch.volcano.sh"] = "v1alpha1"
+    _refuse("Pod", 'pods "x" is forbidden: violates PodSecurity "restricted:latest": hostNetwork')(api)
+
+
 CASES: dict[str, tuple[Callable[[SimulatedApi], Any], list[str], list[str]]] = {
     "no image": (lambda _: None, ["cluster.image=null"], ["cluster.image", "build deploy/Dockerfile"]),
     "no claim given": (lambda _: None, ["cluster.claim=null"], ["cluster.claim", "deploy/kubernetes/base/claim.yaml"]),
@@ -103,6 +108,11 @@ CASES: dict[str, tuple[Callable[[SimulatedApi], Any], list[str], list[str]]] = {
     "jobset": (lambda _: None, ["cluster.workload=jobset"], ["no JobSet.jobset.x-k8s.io", "cluster.workload=job"]),
     "volcano": (lambda _: None, ["cluster.workload=volcano"], ["no Job.batch.volcano.sh", "cluster.workload=job"]),
     "kueue": (lambda _: None, ["cluster.queue=research"], ["Kueue is not installed", "leave cluster.queue out"]),
+    "pods of volcano": (
+        _volcano,
+        ["cluster.workload=volcano", "nodes=20"],
+        ['violates PodSecurity "restricted:latest": hostNetwork', "cluster.pod_patch"],
+    ),
     "queue": (_kueue, ["cluster.queue=reserch"], ["team has the queues research", "did you mean research?"]),
     "quota": (
         _refuse("Pod", 'pods "x" is forbidden: exceeded quota: gpus, requested: cpu=64, used: cpu=0, limited: cpu=8'),
