@@ -169,11 +169,18 @@ def _why_queued(api: Api, body: Object) -> str:
     version = api.groups().get("kueue.x-k8s.io", "v1beta1")
     for workload in api.select_visible(f"kueue.x-k8s.io/{version}", "Workload") or ():
         owners = [o["uid"] for o in workload["metadata"].get("ownerReferences", [])]
-        if body["metadata"]["uid"] in owners:
-            for condition in workload.get("status", {}).get("conditions", []):
-                if condition["type"] == "QuotaReserved" and condition["status"] == "False":
-                    return f"waits in queue {queue}: {condition['message']}"
+        if body["metadata"]["uid"] in owners and (why := _why_not_admitted(workload.get("status", {}))):
+            return f"waits in queue {queue}: {why}"
     return f"waits in queue {queue}"
+
+
+def _why_not_admitted(workload: Object) -> str:
+    """Return what Kueue's workload waits for: quota, or with it the answer of a check, such as for new machines."""
+    for condition in workload.get("conditions", []):
+        if condition["type"] == "QuotaReserved" and condition["status"] == "False":
+            return str(condition["message"])
+    waiting = (check for check in workload.get("admissionChecks", []) if check["state"] != "Ready")
+    return next((f"check {check['name']} is {check['state']}: {check['message']}" for check in waiting), "")
 
 
 def _why_pod(api: Api, pod: Object, root: Object) -> str:

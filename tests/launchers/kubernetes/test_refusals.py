@@ -871,6 +871,23 @@ class TestWaiting:
             assert self.said(app) == (State.QUEUED, why)
             job["spec"]["suspend"] = False
 
+    def test_a_queue_that_has_reserved_quota_and_waits_for_machines(self, api: SimulatedApi) -> None:
+        """As with a ProvisioningRequest: a cluster's autoscaler answers after hours."""
+        _kueue(api)
+        (job,) = submission.prepare([compose_job([*JOB, "cluster.queue=research"])])
+        app = submission.submit([job], [JOB])[0].rpartition("/")[2]
+        (root,) = [j for j in api.all("batch", "jobs") if j["metadata"]["name"] == app.partition(":")[2]]
+        body = {"metadata": {"name": "w", "ownerReferences": [{"uid": root["metadata"]["uid"]}]}}
+        api.put("kueue.x-k8s.io", "workloads", body)["status"] = {
+            "conditions": [{"type": "QuotaReserved", "status": "True", "message": "Quota reserved"}],
+            "admissionChecks": [
+                {"name": "budget", "state": "Ready", "message": ""},
+                {"name": "dws", "state": "Pending", "message": "Waiting for resources. Currently there are not enough"},
+            ],
+        }
+        why = "waits in queue research: check dws is Pending: Waiting for resources. Currently there are not enough"
+        assert self.said(app) == (State.QUEUED, why)
+
     def test_a_volcano_job_tells_why_it_waits_and_how_it_ended(self, api: SimulatedApi) -> None:
         """Its conditions have no type, and before there is room for its gang it has no pods."""
         api.groups["batch.volcano.sh"] = "v1alpha1"
