@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from fsdp_jobs.launchers.base import at_once
 from fsdp_jobs.launchers.kubernetes.api import Api, ApiError
-from fsdp_jobs.launchers.kubernetes.labels import QUEUE, RUN, node_of, role_of
+from fsdp_jobs.launchers.kubernetes.labels import NODE, QUEUE, RUN, node_of, role_of
 from fsdp_jobs.launchers.kubernetes.skeletons import Object
 from fsdp_jobs.run.protocol import CONNECTION, LOG_AGAIN_S
 from fsdp_jobs.run.state import State
@@ -162,6 +162,11 @@ def is_lost(api: Api, pod: Object) -> bool:
     return api.seconds_since(deleted) > _LATE_S
 
 
+def is_stuck(api: Api, pod: Object) -> bool:
+    """Return whether a lost pod gets no successor: the coordinator's, and any of Volcano's, which reuses names."""
+    return is_lost(api, pod) and (role_of(pod) == "coordinator" or NODE in pod["metadata"]["labels"])
+
+
 def _why_queued(api: Api, body: Object) -> str:
     queue = body["metadata"].get("labels", {}).get(QUEUE)
     if queue is None:
@@ -186,9 +191,10 @@ def _why_not_admitted(workload: Object) -> str:
 def _why_pod(api: Api, pod: Object, root: Object) -> str:
     name, status = pod["metadata"]["name"], pod["status"]
     conditions = {c["type"]: c for c in status.get("conditions", [])}
-    is_coordinator = role_of(pod) == "coordinator"  # nodes are replaced automatically
-    silent = f"machine {pod['spec'].get('nodeName', '?')} of pod {name}, the coordinator's, does not answer"
-    if is_coordinator and is_lost(api, pod):
+    is_coordinator = role_of(pod) == "coordinator"
+    whose = ", the coordinator's," if is_coordinator else ""
+    silent = f"machine {pod['spec'].get('nodeName', '?')} of pod {name}{whose} does not answer"
+    if is_stuck(api, pod):
         run = root["metadata"].get("annotations", {}).get(RUN, "NAME")
         return f"{silent}; if it is down for good: fsdp-jobs resume {run}"
     if "deletionTimestamp" in pod["metadata"]:

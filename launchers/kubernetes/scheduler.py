@@ -230,15 +230,15 @@ class KubernetesLauncher(Launcher):
             return WITHDRAWN if state is State.QUEUED else KILLED
 
     def replace_lost(self, app_id: str) -> str:
-        """Give up a coordinator's pod on a machine that does not answer: the cluster waits for its end for ever."""
+        """Give up pods on machines that do not answer, for whose ends the cluster waits for ever."""
         app = self._app(app_id)
         with app.connected() as api:
-            pods = api.pods(f"{app.names.selector},{ROLE}=coordinator")
-            for pod in [pod for pod in pods if conditions.is_lost(api, pod)]:
+            stuck = [pod for pod in api.pods(app.names.selector) if conditions.is_stuck(api, pod)]
+            for pod in stuck:
                 api.patch(pod, {"metadata": {"finalizers": None}})  # the Job's, which it removes at the pod's end
                 api.delete(pod, gracePeriodSeconds="0")
-                return f"machine {pod['spec'].get('nodeName', '?')} is given up: a new coordinator takes over"
-            return ""
+            machines = sorted({pod["spec"].get("nodeName", "?") for pod in stuck})
+            return f"machine {', '.join(machines)} is given up: new pods take over" if stuck else ""
 
     def logs(self, app_id: str, role: str, node: int, follow: bool) -> Iterator[str]:
         """Yield lines of the newest pod of a node, or of the coordinator, as `kubectl logs` shows them."""

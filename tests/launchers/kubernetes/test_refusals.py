@@ -642,7 +642,7 @@ class TestWaiting:
         self.put_pod(api, app, silent, "coordinator", **held)
         assert "if it is down for good: fsdp-jobs resume x" in self.said(app)[1]
         resumed = said_by("resume", "x")
-        assert "machine m1 is given up: a new coordinator takes over" in resumed
+        assert "machine m1 is given up: new pods take over" in resumed
         assert not api.all("", "pods"), "the finalizer held it"
 
     @pytest.mark.seen
@@ -887,6 +887,18 @@ class TestWaiting:
         }
         why = "waits in queue research: check dws is Pending: Waiting for resources. Currently there are not enough"
         assert self.said(app) == (State.QUEUED, why)
+
+    def test_volcanos_pod_on_a_lost_machine_is_given_up_as_the_coordinators(self, api: SimulatedApi, app: str) -> None:
+        """Volcano makes a pod of the same name, so it waits for the end of the one before; a Job does not."""
+        name = app.partition(":")[2]
+        labels = {"app.kubernetes.io/instance": name, "fsdp-jobs/role": "trainer"}
+        running = {"phase": "Running", "containerStatuses": [{"name": "trainer", "state": {"running": {}}}]}
+        self.put_pod(api, app, running, labels=labels, deletionTimestamp=now(-90))
+        assert self.said(app) == (State.RUNNING, "") and KubernetesLauncher().replace_lost(app) == ""
+        self.put_pod(api, app, running, labels={**labels, "fsdp-jobs/node": "0"}, deletionTimestamp=now(-90))
+        assert "does not answer; if it is down for good: fsdp-jobs resume x" in self.said(app)[1]
+        assert KubernetesLauncher().replace_lost(app) == "machine m1 is given up: new pods take over"
+        assert not api.all("", "pods")
 
     def test_a_volcano_job_tells_why_it_waits_and_how_it_ended(self, api: SimulatedApi) -> None:
         """Its conditions have no type, and before there is room for its gang it has no pods."""
