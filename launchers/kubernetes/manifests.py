@@ -10,10 +10,9 @@ from fsdp_jobs.config.resolve import node_range
 from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.kubernetes.labels import NODE, QUEUE, RUN, Names, job_files
 from fsdp_jobs.launchers.kubernetes.pods import cluster_of, coordinator_pod, names_of, node_pod
-from fsdp_jobs.launchers.kubernetes.skeletons import Object, fill, without_nulls
+from fsdp_jobs.launchers.kubernetes.skeletons import Object, fill
 
 _INDEX = "$(JOB_COMPLETION_INDEX)"  # the kubelet puts the pod's number here
-_REPLACED = 10000  # pods: Volcano ends a job after so many, and after 3 if none are named
 _MIN_PARALLELISM = "kueue.x-k8s.io/job-min-parallelism"
 _COMPLETIONS_FOLLOW = "kueue.x-k8s.io/job-completions-equal-parallelism"
 
@@ -49,24 +48,26 @@ def jobset_objects(job: Job) -> list[Object]:
 
 
 def volcano_objects(job: Job) -> list[Object]:
-    """Translate for `workload=volcano`: TorchX's job with these pods, a gang of the minimum of nodes."""
-    from torchx.schedulers.kubernetes_scheduler import app_to_resource  # also imports Docker's library
-
-    cluster, names = cluster_of(job.config), names_of(job)
-    made = app_to_resource(job.app, cluster.queue or "default", cluster.service_account, cluster.priority_class)
-    tasks: list[Object] = []
-    for task in made["spec"]["tasks"]:
-        role, _, replica = task["name"].rpartition("-")
-        if role == "coordinator":
-            template = coordinator_pod(job)
-        else:
-            template = node_pod(job, _in_gang(names), replica)
-            template["metadata"]["labels"][NODE] = replica
-        tasks.append({**task, "template": template, **fill("volcano_tasks")[role]})
-    low = sum(task.get("minAvailable", 1) for task in tasks)
-    own = {"tasks": tasks, "minAvailable": low, "ttlSecondsAfterFinished": _keep_s(job)}
-    spec = {**made["spec"], **own, "maxRetry": _REPLACED}
-    return [without_nulls({**made, "metadata": _metadata(job, names.app), "spec": spec})]
+    """Translate for `workload=volcano`: one Volcano job, a gang of the coordinator and the minimum of nodes."""
+    low, high = node_range(job.config.nodes)
+    cluster, names, of_role = cluster_of(job.config), names_of(job), fill("volcano_tasks")
+    tasks = [{"name": "coordinator-0", **of_role["coordinator"], "template": coordinator_pod(job)}]
+    for node in range(high):
+        template = node_pod(job, _in_gang(names), str(node))
+        template["metadata"]["labels"][NODE] = str(node)
+        own = {"name": f"trainer-{node}", "minAvailable": int(node < low)}
+        tasks.append({**own, **of_role["trainer"], "template": template})
+    return [
+        fill(
+            "volcano",
+            metadata=_metadata(job, names.app),
+            queue=cluster.queue or "default",
+            priority_class=cluster.priority_class,
+            gang=1 + low,
+            keep_s=_keep_s(job),
+            tasks=tasks,
+        )
+    ]
 
 
 @dataclass(frozen=True)
