@@ -14,7 +14,6 @@ from fsdp_jobs.launchers.app import RUN_DIR_KEY, arguments
 from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.kubernetes.labels import APP, COORDINATOR_PORT, ROLE, Names, app_of
 from fsdp_jobs.launchers.kubernetes.skeletons import Object, fill, merge
-from fsdp_jobs.run.env import ADDRESS_ENV, HOST_ENV
 from fsdp_jobs.run.goodput import slowest_save_s
 
 _LEAVE_S = 15.0  # after the save: the verdict, and the processes' ends
@@ -51,8 +50,7 @@ def node_pod(job: Job, coordinator: str, node: str) -> Object:
         siblings=siblings,
         affinity=_affinity(cluster, siblings, sorted(job.run.excluded_hosts())) or None,
     )
-    env = {ADDRESS_ENV: _field("status.podIP"), HOST_ENV: _field("spec.nodeName"), **_user_env(cluster)}
-    template = _pod(job, role, ["node", f"{coordinator}:{COORDINATOR_PORT}"], node, env, own)
+    template = _pod(job, role, ["node", f"{coordinator}:{COORDINATOR_PORT}"], node, _user_env(cluster), own)
     if cluster.queue is not None and cluster.leaf_label and cluster.workload != "volcano":
         template["metadata"]["annotations"][_KUEUE_TOPOLOGY] = cluster.leaf_label
     return template
@@ -139,7 +137,3 @@ def _user_env(cluster: KubernetesClusterConfig) -> dict[str, Object]:
         secret, _, key = reference.partition("/")
         env[name] = {"valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
     return env
-
-
-def _field(path: str) -> Object:
-    return {"valueFrom": {"fieldRef": {"fieldPath": path}}}

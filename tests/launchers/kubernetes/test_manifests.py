@@ -24,6 +24,7 @@ from fsdp_jobs.launchers.kubernetes.scheduler import KubernetesRequest
 from fsdp_jobs.launchers.kubernetes.skeletons import fill, merge
 from fsdp_jobs.plan.plan import make_plan
 from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.env import ADDRESS_ENV, HOST_ENV
 from fsdp_jobs.run.files import write_atomic
 from fsdp_jobs.run.verdict import EXIT_FAILED, EXIT_REQUEUE
 
@@ -234,6 +235,7 @@ def test_patches_are_merged_by_name() -> None:
 def test_skeletons_say_what_the_pods_program_says() -> None:
     pod, coordinator = (fill(name)["spec"]["containers"][0] for name in ("pod", "pod_coordinator"))
     assert pod["terminationMessagePath"] == labels.TERMINATION_LOG
+    assert [e["name"] for e in fill("pod_trainer")["spec"]["containers"][0]["env"]] == [ADDRESS_ENV, HOST_ENV]
     mounts = {m["name"]: m["mountPath"] for m in coordinator["volumeMounts"]}
     assert mounts == {"job": labels.JOB_FILES, "token": labels.TOKEN_FILES, "pod": labels.POD_INFO}
     assert [p["containerPort"] for p in coordinator["ports"]] == [labels.COORDINATOR_PORT]
