@@ -11,6 +11,7 @@ import secrets
 import socket
 import time
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -44,12 +45,22 @@ _HOST_BYTES = 2**31  # a rank on a GPU
 
 _Request = TypeVar("_Request")
 _Answer = TypeVar("_Answer")
+_Item = TypeVar("_Item")
+_Key = TypeVar("_Key")
 
 
 def at_once(do: Callable[..., _Answer], *each: Iterable[Any]) -> list[_Answer]:
     """Call `do` for each in parallel; return results in order. Clusters and slow file systems serve many at once."""
     with ThreadPoolExecutor(_AT_ONCE) as threads:
         return list(threads.map(do, *each))
+
+
+def grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> defaultdict[_Key, list[_Item]]:
+    """Return each value of `key` -> the items that have it, in order."""
+    groups = defaultdict[_Key, list[_Item]](list)
+    for item in items:
+        groups[key(item)].append(item)
+    return groups
 
 
 @dataclass

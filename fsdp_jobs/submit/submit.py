@@ -21,7 +21,7 @@ from fsdp_jobs.config.hydra import key_of, merge_overrides
 from fsdp_jobs.config.resolve import most_nodes, ranks_per_node
 from fsdp_jobs.config.schema import CustomModelConfig, HfConfig, JobConfig, dump_config, plain_values
 from fsdp_jobs.config.terminal import say
-from fsdp_jobs.launchers.base import Job, Launcher, at_once, launcher_of, new_submission
+from fsdp_jobs.launchers.base import Job, Launcher, at_once, grouped, launcher_of, new_submission
 from fsdp_jobs.plan.plan import Plan, make_plan
 from fsdp_jobs.plan.shape_client import check_initial_weights, probe, run_probe
 from fsdp_jobs.plan.shapes import ModelShape
@@ -37,7 +37,7 @@ from fsdp_jobs.run.state import State
 from fsdp_jobs.run.status import RunStatus
 from fsdp_jobs.run.table import listed
 from fsdp_jobs.run.verdict import Verdict
-from fsdp_jobs.submit.submitted import adopt, grouped, has_ended, job_of, named, record
+from fsdp_jobs.submit.submitted import adopt, has_ended, job_of, named, record
 from fsdp_jobs.submit.validate import check_existing_run, validate
 
 REHEARSED = "rehearse-"  # prefix of the names of runs with injected failures

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from fsdp_jobs.config.errors import BadInput, Damaged, JobFailed, Problem, nearest, one_line
 from fsdp_jobs.config.terminal import complain
-from fsdp_jobs.launchers.base import SESSION, Description, Launcher, launcher_of, parse_handle
+from fsdp_jobs.launchers.base import SESSION, Description, Launcher, grouped, launcher_of, parse_handle
 from fsdp_jobs.run import events
 from fsdp_jobs.run.beside import beside
 from fsdp_jobs.run.directory import RunDir, find_run, runs_in
@@ -27,14 +27,6 @@ from fsdp_jobs.run.verdict import Verdict
 _Item = TypeVar("_Item")
 
 _ASK_EVERY_S = 2.0  # between queries to a launcher about the same job
-
-
-def grouped(items: Iterable[_Item], launcher: Callable[[_Item], str]) -> dict[str, list[_Item]]:
-    """Return name of a launcher -> the items for which `launcher` returns it, in order."""
-    groups: dict[str, list[_Item]] = {}
-    for item in items:
-        groups.setdefault(launcher(item), []).append(item)
-    return groups
 
 
 def by_launcher(handles: Iterable[str]) -> dict[str, list[str]]:

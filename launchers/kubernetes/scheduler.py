@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from fsdp_jobs.config.clusters import KubernetesClusterConfig
 from fsdp_jobs.config.errors import BadInput, JobFailed
 from fsdp_jobs.config.resolve import most_nodes, ranks_per_node
 from fsdp_jobs.config.schema import JobConfig, load_config, plain_values
-from fsdp_jobs.launchers.base import Description, Job, Launcher, at_once, prepare_each
+from fsdp_jobs.launchers.base import Description, Job, Launcher, at_once, grouped, prepare_each
 from fsdp_jobs.launchers.kubernetes import conditions, machines, mirror, validate
 from fsdp_jobs.launchers.kubernetes.api import Api, ApiError, explain
 from fsdp_jobs.launchers.kubernetes.labels import (
@@ -201,14 +200,14 @@ class KubernetesLauncher(Launcher):
         Raises:
             JobFailed: the cluster's API does not answer, or refuses.
         """
-        namespaces: dict[tuple[str | None, str | None], list[_App]] = {}
-        for app in map(self._app, app_ids):
-            namespaces.setdefault((app.cluster.context, app.cluster.namespace), []).append(app)
+        namespaces = grouped(map(self._app, app_ids), lambda app: (app.cluster.context, app.cluster.namespace))
         described: dict[str, Description | None] = {}
         for apps in namespaces.values():
             with apps[0].connected() as api:
                 selector = apps[0].names.selector if len(apps) == 1 else ALL_APPS
-                pods, jobs = map(_by_app, at_once(lambda ask, what=selector: ask(what), (api.pods, api.jobs)))
+                found = at_once(lambda ask, what=selector: ask(what), (api.pods, api.jobs))
+                # Anyone may call a pod fsdp-jobs: it has no app.
+                pods, jobs = (grouped(some, lambda body: body["metadata"]["labels"].get(APP)) for some in found)
                 for app in apps:
                     name = app.names.app
                     described[app.app_id] = _describe(app, api, jobs[name], pods[name])
@@ -272,13 +271,6 @@ def _to_yaml(objects: Sequence[Object]) -> str:
     without_shared_parts = json.loads(json.dumps(objects))  # YAML would render them as anchors and aliases
     dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
     return str(yaml.dump_all(without_shared_parts, Dumper=dumper, sort_keys=False, width=120))
-
-
-def _by_app(objects: list[Object]) -> dict[str, list[Object]]:
-    grouped = defaultdict(list)
-    for body in objects:
-        grouped[body["metadata"]["labels"].get(APP)].append(body)  # anyone may call a pod fsdp-jobs
-    return grouped
 
 
 def _describe(app: _App, api: Api, jobs: list[Object], pods: list[Object]) -> Description | None:

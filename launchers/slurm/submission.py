@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from fsdp_jobs.config.errors import JobFailed
+from fsdp_jobs.launchers.base import grouped
 from fsdp_jobs.launchers.slurm import client
 from fsdp_jobs.launchers.slurm.script import Script
 from fsdp_jobs.run.directory import RunDir
@@ -60,9 +61,7 @@ def group_equal(scripts: Sequence[Script]) -> Groups:
     Raises:
         SlurmError: there is no SLURM here.
     """
-    equal: dict[Script, list[int]] = {}
-    for index, script in enumerate(scripts):
-        equal.setdefault(script, []).append(index)
+    equal = grouped(range(len(scripts)), scripts.__getitem__)
     settings = client.settings()
     fewer = re.findall(r"max_array_tasks=(\d+)", settings.get("SchedulerParameters", ""))
     most = min(map(int, [settings.get("MaxArraySize", "0"), *fewer])) or 1  # 0: there are no arrays
