@@ -28,13 +28,16 @@ from fsdp_jobs.run.tail import last_lines, read_json_lines
 from fsdp_jobs.run.verdict import KILLED, WITHDRAWN, Verdict, judge
 
 _CANCEL_S = 15.0  # for SLURM to act on scancel
-_REASONS = {  # prefixes of squeue's REASON -> explanation
+_REASONS = {  # prefixes of squeue's REASON -> explanation; the first counts
+    **dict.fromkeys(
+        ("QOSMaxWall", "AssocMaxWall", "PartitionTimeLimit"),
+        "cluster.time is above it: it will not start before scontrol update JobId={id} TimeLimit=LESS",
+    ),
     **dict.fromkeys(
         ("QOS", "MaxNodePer", "MaxCpuPer", "MaxGRESPer", "MaxMemoryPer", "MaxJobsPer"),
         "a limit of its QOS, see sacctmgr show qos; one of each job is never met by waiting",
     ),
-    "Assoc": "a limit of your account, see sacctmgr show assoc",
-    "PartitionTimeLimit": "cluster.time is above the partition's limit: it will not start",
+    "Assoc": "a limit of your account, see sacctmgr show assoc; one of each job is never met by waiting",
     "PartitionNodeLimit": "it asks for more or fewer nodes than the partition allows: it will not start",
     "ReqNodeNotAvail": "nodes are down, drained or reserved",
     "PartitionConfig": "the partition does not allow it now: fewer nodes, less time, or wait",

@@ -112,6 +112,12 @@ def test_a_held_job_comes_with_its_cure(slurm: Path) -> None:
     say(slurm, "squeue", queue("12|PENDING|MaxNodePerAccount|N/A||n/a|12"))  # MaxTRESPA of a QOS
     (described,) = SlurmLauncher().describe(["12"])
     assert described is not None and "(MaxNodePerAccount: a limit of its QOS, see" in described.message
+    for limit in ("QOSMaxWallDurationPerJobLimit", "AssocMaxWallDurationPerJobLimit", "PartitionTimeLimit"):
+        client.forget()
+        say(slurm, "squeue", queue(f"12|PENDING|{limit}|N/A||n/a|12"))
+        (described,) = SlurmLauncher().describe(["12"])
+        cure = f"({limit}: cluster.time is above it: it will not start before scontrol update JobId=12 TimeLimit=LESS)"
+        assert described is not None and cure in described.message
 
 
 def test_a_forgotten_job_is_known_by_accounting_in_its_newest_record(slurm: Path) -> None:
