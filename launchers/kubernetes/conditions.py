@@ -170,7 +170,8 @@ def is_stuck(api: Api, pod: Object) -> bool:
 def _why_queued(api: Api, body: Object) -> str:
     queue = body["metadata"].get("labels", {}).get(QUEUE)
     if queue is None:
-        return f"suspended, and not by a queue: kubectl describe of {body['metadata']['name']} shows more"
+        name = body["metadata"]["name"]
+        return f"suspended, and not by a queue: kubectl describe of {name} shows more, or Kueue wants cluster.queue"
     version = api.groups().get("kueue.x-k8s.io", "v1beta1")
     for workload in api.select_visible(f"kueue.x-k8s.io/{version}", "Workload") or ():
         owners = [o["uid"] for o in workload["metadata"].get("ownerReferences", [])]
