@@ -13,7 +13,7 @@ from fsdp_jobs.run.protocol import CONNECTION, LOG_AGAIN_S
 from fsdp_jobs.run.state import State
 from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_REQUEUE, Verdict
 
-_JOB_NAME = "batch.kubernetes.io/job-name"
+_JOB_NAMES = ("batch.kubernetes.io/job-name", "volcano.sh/job-name")  # labels of pods
 _LATE_S = 30.0
 _LOGGED_S = round(1.5 * LOG_AGAIN_S)  # in this time an agent without a connection has logged that
 _ASKED = 8  # pods whose logs are read in one check
@@ -62,7 +62,8 @@ def why_ended(root: Object, pods: list[Object]) -> str:
     """Return how a job has ended of which no pod tells it: in the words of its Job's controller."""
     status = root.get("status", {})
     ends = (c.get("message", "") for c in status.get("conditions", []) if c.get("type") in _ENDS)  # Volcano's have none
-    told: str = next(ends, status.get("state", {}).get("message", ""))
+    state = status.get("state", {})
+    told: str = next(ends, state.get("message") or state.get("phase", ""))
     if any(role_of(pod) == "coordinator" for pod in pods):
         return told
     gone = "its pods were deleted before this was seen from here; its run directory on the claim has the rest"
@@ -223,8 +224,8 @@ def _why_pod(api: Api, pod: Object, root: Object) -> str:
 
 def why_failed(job: Object, pods: list[Object]) -> str:
     """Return how a failed pod of a Job ended that has no successor yet; empty if there is none."""
-    of_job = [p for p in pods if p["metadata"]["labels"].get(_JOB_NAME) == job["metadata"]["name"]]
-    for pod in {node_of(p): p for p in of_job}.values():  # the newest of each
+    of_job = [p for p in pods if job["metadata"]["name"] in map(p["metadata"]["labels"].get, _JOB_NAMES)]
+    for pod in {(role_of(p), node_of(p)): p for p in of_job}.values():  # the newest of each
         name, status = pod["metadata"]["name"], pod["status"]
         if phase_of(pod) == "Failed" and status.get("reason"):  # the kubelet's: Evicted, UnexpectedAdmissionError
             return f"pod {name} has failed: {status['reason']}: {status.get('message', '')}"

@@ -888,6 +888,23 @@ class TestWaiting:
         why = "waits in queue research: check dws is Pending: Waiting for resources. Currently there are not enough"
         assert self.said(app) == (State.QUEUED, why)
 
+    def test_an_image_that_cannot_work_is_named_in_a_volcano_job_too(self, api: SimulatedApi) -> None:
+        """Its pods have another label of their job, and tasks of the same number."""
+        api.groups["batch.volcano.sh"] = "v1alpha1"
+        overrides = [*JOB, "cluster.workload=volcano"]
+        app = submission.submit(submission.prepare([compose_job(overrides)]), [overrides])[0].rpartition("/")[2]
+        (root,) = api.all("batch.volcano.sh", "jobs")
+        name = root["metadata"]["name"]
+        root["status"] = {"state": {"phase": "Terminated"}, "conditions": [{"status": "Terminated"}]}
+        labels = {"app.kubernetes.io/instance": name, "volcano.sh/job-name": name}
+        ended = {"exitCode": 1, "reason": "Error", "message": "No module named fsdp_jobs\n"}
+        own = {"name": "coordinator", "state": {"terminated": ended}}
+        status = {"phase": "Failed", "containerStatuses": [own]}
+        self.put_pod(api, app, status, "coordinator", labels={**labels, "fsdp-jobs/role": "coordinator"})
+        self.put_pod(api, app, {"phase": "Succeeded"}, labels={**labels, "fsdp-jobs/role": "trainer"})
+        state, why = self.said(app)
+        assert state is State.FAILED and why.endswith("ended with 1 (Error): No module named fsdp_jobs")
+
     def test_volcanos_pod_on_a_lost_machine_is_given_up_as_the_coordinators(self, api: SimulatedApi, app: str) -> None:
         """Volcano makes a pod of the same name, so it waits for the end of the one before; a Job does not."""
         name = app.partition(":")[2]
