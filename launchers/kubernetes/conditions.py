@@ -129,8 +129,8 @@ def why_waiting(api: Api, root: Object, jobs: list[Object], pods: list[Object]) 
                 return f"pods of {name} are refused: {refusals[-1].partition(': ')[2]}"
             if why := why_failed(job, pods):
                 return why
-    warnings = api.events(root["kind"]) if not pods else {}
-    return next(reversed(warnings.get(root["metadata"]["name"], [])), "")  # of Volcano: its gang finds no room
+    warnings = {} if pods or jobs else api.events(root["kind"])
+    return next(reversed(warnings.get(root["metadata"]["name"], [])), "")  # as of Volcano: its gang finds no room
 
 
 def why_cut_off(api: Api, pods: list[Object]) -> str:
