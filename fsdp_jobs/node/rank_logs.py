@@ -21,6 +21,7 @@ from fsdp_jobs.run.beside import start_thread
 from fsdp_jobs.run.env import LAYOUT_ENV, LOG_ENV, ROUND_ENV, STACKS_ENV, TERM_ENV
 from fsdp_jobs.run.files import replacing
 from fsdp_jobs.run.processes import gloo_interface
+from fsdp_jobs.run.rank_state import temporaries
 from fsdp_jobs.run.tail import TIMES, rank_of
 
 _EVERY_S = 1.0  # between two checks of the logs' sizes
@@ -66,6 +67,7 @@ class RankLogs(LogsSpecs):
             defaults = _allocator()
         recorded = next((os.environ[name] for name in _RECORDER_ENV if name in os.environ), _RECORDED)
         defaults |= dict.fromkeys(_RECORDER_ENV, recorded)
+        defaults |= temporaries(folder)
         defaults |= gloo_interface([envs[0]["MASTER_ADDR"], *expand_hostlist(current.hosts)[:2]])
         for local_rank, env in envs.items():
             error_file = folder / f"error-{local_rank}.json"

@@ -125,3 +125,15 @@ def keep_temporaries_in(folder: Path) -> None:
     """
     settings = multiprocessing.current_process()._config  # type: ignore[attr-defined]
     settings |= {"tempdir": str(folder), "semprefix": f"/{folder.name}"}
+
+
+def temporaries(folder: Path) -> dict[str, str]:
+    """Return the environment by which ranks find a folder for temporary files: an agent's, if the usual one is gone.
+
+    On SLURM a job's private /tmp (job_container/tmpfs) is removed on all its nodes when the job loses one.
+    """
+    try:
+        tempfile.TemporaryFile().close()
+    except OSError:
+        tempfile.tempdir = str(folder)
+    return {"TMPDIR": str(folder)} if tempfile.tempdir == str(folder) else {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -83,8 +84,12 @@ def test_preempted_recipe_saves_where_it_is_and_is_requeued(tmp_path: Path) -> N
 
 def test_elastic_program_loses_a_rank_and_goes_on_from_its_snapshot(tmp_path: Path) -> None:
     example, args = f"script={EXAMPLES}/torch_elastic.py", f"script_args=--epochs 30 --snapshot {tmp_path}/snapshot.pt"
-    with job(tmp_path, "elastic", example, args, *QUICK, nodes="1", nproc=2, tiny=False) as run:
+    temporaries = tmp_path / "tmp"
+    temporaries.mkdir()
+    options = [*QUICK, example, args]
+    with job(tmp_path, "elastic", *options, nodes="1", nproc=2, tiny=False, TMPDIR=str(temporaries)) as run:
         until_said(run, "epoch 5 ")
+        shutil.rmtree(temporaries)  # as SLURM removes a job's private /tmp when it loses a node
         run.ranks(0)[1].kill()
         assert run.wait().verdict == "done", run.story()
         starts = re.findall(r"^epoch (\d+) of 30, 2 ranks, restart (\d)", log_of(run), re.MULTILINE)
