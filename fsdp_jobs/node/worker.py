@@ -131,6 +131,7 @@ def run_program() -> None:
 
 def _end_children() -> None:
     """Kill daemonic processes: Python would send SIGTERM, which they ignore if the rank does."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise for each DataLoader's worker
     for child in multiprocessing.active_children():
         if child.daemon:
             child.kill()

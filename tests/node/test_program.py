@@ -366,6 +366,13 @@ def test_a_data_loaders_worker_that_is_killed_is_the_reason(tmp_path: Path) -> N
     assert error.startswith("RuntimeError: DataLoader worker (pid"), error
 
 
+def test_a_data_loaders_workers_that_outlive_the_program_are_no_error(tmp_path: Path) -> None:
+    """As at `max_steps`, within an epoch."""
+    program = WORKER.replace("for batch in", "batches = iter(").replace(":\n    pass", ")\nnext(batches)")
+    done = rank_of(tmp_path, program, str(tmp_path / "log"))
+    assert (done.returncode, (tmp_path / "log").read_text()) == (0, ""), done.stderr
+
+
 def test_an_exception_that_the_programs_own_hook_cannot_show_is_shown(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
