@@ -41,6 +41,11 @@ _KEYS = _by_word(  # flags and keys, with underscores for dashes
         "steps=...: optimizer steps in all": "epochs num_epochs num_train_epochs",
         "leave it out: data.global_batch, of all ranks, by data.micro_batch gives it": "gradient_accumulation_steps",
         "leave it out: the launcher starts the program": "python python3 torchrun accelerate composer deepspeed launch",
+        "-m trl.scripts.sft, or another of trl.scripts, and its arguments": "trl",
+        "-m axolotl.cli.train X.yaml": "axolotl",
+        "-m llamafactory.launcher X.yaml": "llamafactory_cli",
+        "-m swift.cli.sft and its arguments": "swift",
+        "-m litgpt and its arguments": "litgpt",
         "leave it out: the launcher sets it": "rdzv_backend rdzv_endpoint rdzv_id rdzv_conf master_addr master_port"
         " node_rank standalone",
     }

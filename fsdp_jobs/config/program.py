@@ -14,10 +14,11 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from fsdp_jobs.config.errors import Problem, nearest
+from fsdp_jobs.config.habits import meant_by
 from fsdp_jobs.config.schema import JobConfig, NoModelConfig
 
 _LAUNCHERS = (  # programs and modules that start a node's ranks
-    *("torchrun", "accelerate", "composer", "deepspeed"),
+    *("torchrun", "accelerate", "composer", "deepspeed", "trl"),
     *("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch", "composer.cli.launcher"),
 )
 _STARTED = re.compile(  # as a command in a shell script
@@ -41,7 +42,8 @@ def program_problems(config: JobConfig, files: bool, shares_files: bool) -> Iter
     program = module or Path(script or "").name
     if program in _LAUNCHERS and config.nproc_per_node != 1:
         what = "starts a node's ranks itself, and each rank of this job would start it"
-        yield Problem(program, what, "leave it out: the job starts what follows it; or nproc_per_node=1")
+        cure = meant_by(program) or "leave it out: the launcher starts the program"
+        yield Problem(program, what, f"{cure}; or nproc_per_node=1")
     if config.program.metrics is not None:
         yield from _pattern(config.program.metrics)
     try:
