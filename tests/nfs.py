@@ -1,7 +1,8 @@
-"""A client of NFS, simulated: the kernel of a test machine has none."""
+"""File systems on other machines, simulated: the kernel of a test machine has no NFS."""
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 from collections.abc import Callable, Iterator
@@ -48,5 +49,23 @@ def nfs_client() -> Iterator[None]:
         return call
 
     ways = {name: looks(getattr(os, name)) for name in ("stat", "open", "scandir", "listdir")}
+    with mock.patch.multiple(os, **ways), mock.patch.object(io, "open", looks(io.open)):
+        yield
+
+
+@contextmanager
+def away(folder: Path) -> Iterator[None]:
+    """Have every access of this process to a folder fail, as on a FUSE mount whose server has gone."""
+
+    def looks(do: Callable[..., Any]) -> Callable[..., Any]:
+        def call(path: Any = ".", *args: Any, **keys: Any) -> Any:
+            if not isinstance(path, int) and Path(path).absolute().is_relative_to(folder):
+                raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN), str(path))
+            return do(path, *args, **keys)
+
+        return call
+
+    names = ("stat", "open", "scandir", "listdir", "mkdir", "replace", "unlink")
+    ways = {name: looks(getattr(os, name)) for name in names}
     with mock.patch.multiple(os, **ways), mock.patch.object(io, "open", looks(io.open)):
         yield

@@ -41,7 +41,10 @@ from fsdp_jobs.run.term import Fenced, Term
 _CURES = (  # for saves that fail with these errors
     ((errno.ENOSPC, errno.EDQUOT), "Free space under {}."),
     ((errno.EROFS, errno.EACCES, errno.EPERM), "Make {} writable for this user."),
-    ((errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO), "Check the disk or mount of {} on this rank's machine."),
+    (
+        (errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ENOTCONN),
+        "Check the disk or mount of {} on this rank's machine.",
+    ),
 )
 
 

@@ -16,6 +16,7 @@ from fsdp_jobs.control.placement import Agents, ConnectedAgent, RoundPlanner
 from fsdp_jobs.run import events, messages
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.failure import Failure
+from fsdp_jobs.run.files import is_there
 from fsdp_jobs.run.leaves import guards_in
 from fsdp_jobs.run.protocol import lease_s
 from fsdp_jobs.run.rank_state import Request
@@ -107,6 +108,7 @@ class Attempt:
         self.closed_at: float | None = None  # when the verdict was written and sent to the agents
         self.is_superseded = False  # another coordinator has taken over: this one must not record or decide
         self.stop_reason: str | None = None
+        self.is_cancelled = False  # the user has asked to stop
         self.stop_by = 0.0  # when a requested stop must be over, on the monotonic clock
         self.committed = -1
         self.step = 0
@@ -212,6 +214,7 @@ class Attempt:
         if found.save:
             self.agents.send(messages.Request(Request.SAVE))
         if found.stop:
+            self.is_cancelled = True
             self.on_stop(found.stop, now)
 
     def exclude(self, found: events.MachineExcluded, for_s: float) -> bool:
@@ -296,7 +299,7 @@ class Attempt:
         return Verdict("done", "stop", f"all {self.step} steps are done" if self.step else "the program has ended")
 
     def _preempted(self) -> Verdict:
-        decision = "stop" if self.run.stop_request.exists() else "requeue"
+        decision = "stop" if self.is_cancelled or is_there(self.run.stop_request) else "requeue"
         committed = self.committed
         if decision == "stop" and self.config.checkpoint.memory.every_steps:  # the snapshots end with the job
             committed = min(committed, self._newest_on_disk())
@@ -348,7 +351,7 @@ class Attempt:
             )
         except OSError as e:
             self.warn(f"the verdict cannot be written: {e}")
-            if not self.run.verdict(self.number).exists():
+            if not is_there(self.run.verdict(self.number)):
                 return  # else only the notification failed to start
         self.closed_at = now
         for agent in self.agents.values():

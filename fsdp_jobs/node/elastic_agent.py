@@ -31,6 +31,7 @@ from fsdp_jobs.node.rendezvous import CoordinatorRendezvous
 from fsdp_jobs.node.tier import Tier
 from fsdp_jobs.run.beside import start_thread
 from fsdp_jobs.run.failure import Failure, summary, waited_s
+from fsdp_jobs.run.files import is_there
 from fsdp_jobs.run.messages import Round
 from fsdp_jobs.run.processes import has_signal, kill_families, kills_for_memory
 from fsdp_jobs.run.rank_state import SAVES_NOTHING, Phase, Request
@@ -94,7 +95,7 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         handler, healthy = self._handler, RunResult(state=WorkerState.HEALTHY)
         if handler.has_ended:  # those of other nodes run, and if they fail, a new round begins here, too
-            if handler.end is not None or handler.run.verdict(handler.agent.attempt).exists():
+            if handler.end is not None or is_there(handler.run.verdict(handler.agent.attempt)):
                 raise RendezvousGracefulExitError("the attempt is over")
             return healthy
         if handler.is_cut_off():

@@ -119,7 +119,8 @@ class LogKeeper:
     def _watch(self) -> None:
         while not self._over.wait(_EVERY_S):
             self._note()
-            self._shorten()
+            with suppress(OSError):  # the folder is away
+                self._shorten()
         self._note()
 
     def _note(self) -> None:

@@ -86,6 +86,13 @@ def as_written(path: Path | str) -> Path:
     return (Path.cwd() / path).resolve() if ".." in Path(path).parts else Path.cwd() / path
 
 
+def is_there(path: Path) -> bool:
+    """Return whether a file exists: also no while its storage is away, where `exists` raises before Python 3.14."""
+    with suppress(OSError):
+        return path.exists()
+    return False
+
+
 def look_again(file: Path) -> None:
     """Have an NFS client ask its server about a file that was not there: else it repeats that answer for a minute.
 

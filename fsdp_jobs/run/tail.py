@@ -188,8 +188,10 @@ def sampled_json_lines(path: Path, count: int) -> Iterator[JsonObject]:
 
 
 def last_lines(file: Path, count: int) -> str:
-    """Return the last lines of a file, empty if it does not exist. Only its end is read."""
-    newest = list(itertools.islice(lines_backwards(file), count))
+    """Return the last lines of a file, empty if it cannot be read. Only its end is read."""
+    newest = list[bytes]()
+    with suppress(OSError):  # its storage may be away
+        newest += itertools.islice(lines_backwards(file), count)
     return "\n".join(shown(line.decode(errors="replace")) for line in reversed(newest))
 
 

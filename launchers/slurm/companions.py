@@ -27,7 +27,7 @@ from fsdp_jobs.config.errors import BadInput, one_line
 from fsdp_jobs.launchers.slurm import client
 from fsdp_jobs.launchers.slurm.again import start_again
 from fsdp_jobs.launchers.slurm.steps import Commands, srun
-from fsdp_jobs.launchers.supervisor import Attempt
+from fsdp_jobs.launchers.supervisor import Attempt, StorageErrors
 from fsdp_jobs.plan.topology import expand_hostlist
 from fsdp_jobs.run import events, log
 from fsdp_jobs.run.beside import beside, wait_until
@@ -116,9 +116,12 @@ class Companions:
 def fill_in(run: RunDir, node: int, job_id: str) -> int:
     """Run one agent until its attempt ends; return its exit code if it ends before."""
     attempt, host = Attempt(run, int(os.environ[ATTEMPT_ENV])), os.environ["SLURMD_NODENAME"]
+    storage_errors = StorageErrors()
 
     def is_over() -> bool:
-        return attempt.is_over() or run.last_attempt() != attempt.number
+        with storage_errors:
+            return attempt.is_over() or run.last_attempt() != attempt.number
+        return False
 
     if is_over() or not _may_run(job_id):
         return 0
@@ -157,22 +160,30 @@ def guard(run: RunDir) -> None:
     attempt, job_id, coordinator = int(os.environ[ATTEMPT_ENV]), Commands.read(run).job_id, os.environ[COORDINATOR_ENV]
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # these signals are meant for the ranks
-    seen_at = time.monotonic()
-    while Verdict.read(run, attempt) is None:
+    seen_at, storage_errors = time.monotonic(), StorageErrors()
+    while True:
+        with storage_errors:
+            if Verdict.read(run, attempt) is not None:
+                return
+            if reachable(coordinator):
+                seen_at = time.monotonic()
+            elif time.monotonic() - seen_at > _SILENT_S:
+                _requeue_without_first_node(run, attempt, job_id)
         time.sleep(_GUARD_S)
-        if reachable(coordinator):
-            seen_at = time.monotonic()
-        elif time.monotonic() - seen_at > _SILENT_S:
-            try:
-                job = client.running(job_id)
-                if job is not None and job.batch_host not in expand_hostlist(job.nodes):
-                    if start_again(run, attempt, job_id, []):
-                        client.call("scancel", job_id)
-                    if Verdict.read(run, attempt) is None:  # SLURM gives this guard, and the other, some seconds more
-                        reason = f"lost {job.batch_host}, the job's first node, which had the coordinator"
-                        Verdict("infrastructure", "requeue", reason).close(run, attempt)
-            except (client.SlurmError, BadInput) as e:  # retried in the next turn
-                logger.warning("%s", e)
+
+
+def _requeue_without_first_node(run: RunDir, attempt: int, job_id: str) -> None:
+    """Requeue the job, and give the verdict, if SLURM has taken its first node from it."""
+    try:
+        job = client.running(job_id)
+        if job is not None and job.batch_host not in expand_hostlist(job.nodes):
+            if start_again(run, attempt, job_id, []):
+                client.call("scancel", job_id)
+            if Verdict.read(run, attempt) is None:  # SLURM gives this guard, and the other, some seconds more
+                reason = f"lost {job.batch_host}, the job's first node, which had the coordinator"
+                Verdict("infrastructure", "requeue", reason).close(run, attempt)
+    except (client.SlurmError, BadInput) as e:  # retried in the next turn
+        logger.warning("%s", e)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.failure import summary
 from fsdp_jobs.run.rank_state import Phase, Request
 from tests.control.cluster import PROGRAM, SILENCE, Cluster, fails, failure
+from tests.nfs import away
 
 
 @pytest.mark.parametrize(
@@ -519,3 +520,21 @@ def test_the_failure_of_one_node_of_many_is_taken_without_a_look_at_all_ranks(
         report = messages.Failed([failure(member.node, member.node * 2, "RuntimeError: wrong")])
         cluster.coordinator.on_message(member, report, cluster.now)
     assert len(cluster.coordinator.round.failures) == 2
+
+
+@pytest.mark.parametrize("ends", ["failed", "cancelled"])
+def test_a_verdict_is_written_once_the_run_directory_is_back(tmp_path: Path, ends: str) -> None:
+    """Of a file server that was away, simulated: the coordinator died, and its successor began the last round again."""
+    cluster = Cluster(tmp_path, "nodes=1", "elastic.join_window_s=0")
+    member = cluster.join(0)
+    cluster.later(1.5, member)
+    if ends == "cancelled":
+        cluster.run.stop_request.write_text("cancelled")
+        cluster.later(0.5, member)
+    with away(tmp_path):
+        cluster.ready(member, failure(0, 0, "JobFailed: checkpoint of step 5 failed" if ends == "failed" else ""))
+        cluster.later(3, member)
+    assert cluster.verdict is None
+    cluster.later(0.5, member)
+    assert cluster.verdict is not None and cluster.verdict.decision == "stop"
+    assert cluster.verdict.reason.startswith({"failed": "rank 0 on node 0 failed: JobFailed"}.get(ends, ends))

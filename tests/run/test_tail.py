@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 
+from fsdp_jobs.node import rank_logs
 from fsdp_jobs.node.rank_logs import LogKeeper
+from fsdp_jobs.run.beside import wait_until
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.tail import TIMES, Logs, Tail, follow_files, last_lines, read_json_lines
 from fsdp_jobs.run.verdict import Verdict
 from tests.jobs import cli, environment, job
-from tests.nfs import nfs_client
+from tests.nfs import away, nfs_client
 
 
 def test_lines_of_nodes_come_in_the_order_they_were_written(tmp_path: Path) -> None:
@@ -192,3 +194,15 @@ def test_what_another_machine_begins_to_write_is_seen_at_once_simulated_nfs(tmp_
             subprocess.run(["sh", "-c", 'echo "$1" > "$0"', file, text], check=True)
         assert Verdict.final(run) == verdict
         assert [*metrics.records()] == [{"step": 1}]
+
+
+def test_a_log_is_shortened_after_its_folder_was_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a file server, simulated: the thread ended, and logs grew without bound."""
+    monkeypatch.setattr(rank_logs, "_EVERY_S", 0.05)
+    log = tmp_path / "rank-0.log"
+    with away(tmp_path):
+        keeper = LogKeeper(tmp_path, longest=10)
+        time.sleep(0.5)
+    log.write_text("a long line of a rank\n")
+    assert wait_until(log.with_name("rank-0.log.1").exists, 10, 0.05)
+    keeper.close()

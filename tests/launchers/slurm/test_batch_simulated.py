@@ -6,20 +6,23 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from fsdp_jobs.launchers.base import at_once
-from fsdp_jobs.launchers.slurm import client
+from fsdp_jobs.launchers.slurm import client, companions
 from fsdp_jobs.launchers.slurm.again import start_again
 from fsdp_jobs.launchers.slurm.companions import Companions, fill_in
 from fsdp_jobs.launchers.slurm.steps import Commands, srun
+from fsdp_jobs.run.beside import beside
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.env import ATTEMPT_ENV
+from fsdp_jobs.run.env import ATTEMPT_ENV, COORDINATOR_ENV
 from fsdp_jobs.run.verdict import Verdict
 from tests.jobs import ROOT, Watched
 from tests.launchers.slurm.simulated import say
+from tests.nfs import away
 
 pytestmark = pytest.mark.integration
 
@@ -298,6 +301,33 @@ def test_a_companion_that_ends_with_its_job_has_not_failed(tmp_path: Path, monke
     agent = [sys.executable, "-c", SAVED + "sys.exit(75)", str(run.path)]
     Commands([], agent, [], {}, max_nodes=2, regrow=True, exclude=[], submit=[]).write(run)
     assert fill_in(run, 1, "7") == 0
+
+
+@pytest.mark.parametrize("role", ["companion", "guard"])
+def test_helpers_of_a_job_stay_while_its_run_directory_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: str
+) -> None:
+    """A companion took its node with it, and a lost first node without guards leaves the job running, and empty."""
+    say(tmp_path, "srun", "exec sleep 60")
+    say(tmp_path, "squeue", "echo '7|RUNNING|None|N/A|node1|node1|7'")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    names = {ATTEMPT_ENV: "0", COORDINATOR_ENV: "localhost:1", "SLURMD_NODENAME": "node2", "SLURM_CPUS_ON_NODE": "2"}
+    for name, value in names.items():
+        monkeypatch.setenv(name, value)
+    for name in ("_GUARD_S", "_POLL_S", "_LEAVE_S"):
+        monkeypatch.setattr(companions, name, 0.1)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process keeps its own
+    run = RunDir(tmp_path / "runs" / "a")
+    run.attempt(0).mkdir(parents=True)
+    Commands([], [], [], {}, max_nodes=2, regrow=True, exclude=[], submit=[]).write(run)
+    helper = beside(lambda: fill_in(run, 1, "7") if role == "companion" else companions.guard(run))
+    time.sleep(1)
+    with away(run.path):
+        time.sleep(1)
+        assert not helper.done(), helper.exception()
+    Verdict("done", "stop", "as simulated").write(run, 0)
+    assert not helper.result(20)
 
 
 @pytest.mark.parametrize("restarts", [0, 1])
