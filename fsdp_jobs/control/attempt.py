@@ -161,7 +161,7 @@ class Attempt:
         return len(self.agents.in_round()) + self.round.left
 
     def _have_ended(self) -> bool:
-        return self._here() == self.round.size and self.agents.have_ended()
+        return self.agents.have_ended() and self._here() == self.round.size
 
     def _on_ranks_ended(self, agent: ConnectedAgent) -> None:
         self.leases.surrender(agent.id)

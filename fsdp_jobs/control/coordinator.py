@@ -64,13 +64,14 @@ class Coordinator(Attempt):
             agent.send(messages.End(EXIT_REQUEUE, why))
             return False
         patience_s = min(3 * self.elastic.heartbeat_interval_s, self.elastic.heartbeat_timeout_s)
-        for other in [a for a in self.agents.values() if a.node == agent.node and a.id != agent.id]:
+        other = self.agents.of_node(agent.node)
+        if other is not None and other.id != agent.id:
             is_saving = other.in_round and self.stop_reason is not None and self.verdict is None
             if is_saving or now - other.heard <= patience_s:
                 return False  # it connects again
             self.on_gone(other, f"node {other.node} was silent and has been replaced", now)
         before = self.agents.get(agent.id)
-        self.agents[agent.id] = agent
+        self.agents.add(agent)
         agent.ended = hello.ended
         self.leases.surrender(agent.host)
         self.term_seen = max(self.term_seen, hello.term)
@@ -212,19 +213,9 @@ class Coordinator(Attempt):
         if self.is_superseded:
             return
         self._on_blocked(blocked_s, now)
-        for agent in list(self.agents.values()):
-            if blocked_s > _BLOCKED_S:
-                agent.heard += blocked_s
-            silent, recently = now - agent.heard, now - 1.5 * self.elastic.heartbeat_interval_s
-            is_silent = silent > self.elastic.heartbeat_timeout_s
-            # Not of each agent: it looks at all others.
-            are_heard = (is_silent or agent.is_unreachable) and self.agents.are_heard(but=agent, since=recently)
-            is_cut_off = agent.is_unreachable and are_heard
-            if is_cut_off or is_silent:
-                what = "cannot be reached" if is_cut_off else "was silent"
-                self.round.has_cuts |= is_cut_off
-                self.round.is_in_doubt |= agent.in_round and not are_heard
-                self.on_gone(agent, f"node {agent.node} ({agent.host}) {what} for {silent:.0f} s", now)
+        for agent in self.agents.values() if blocked_s > _BLOCKED_S else ():
+            agent.heard += blocked_s
+        self._drop_lost(now)
         if self.verdict is not None:
             if self.closed_at is None:
                 self._announce(now)
@@ -237,6 +228,22 @@ class Coordinator(Attempt):
             self._watch_round(now)
         else:
             self._maybe_form(now)
+
+    def _drop_lost(self, now: float) -> None:
+        """Drop agents that are silent, or whose machine cannot be reached while most others are heard."""
+        timeout_s, recently = self.elastic.heartbeat_timeout_s, now - 1.5 * self.elastic.heartbeat_interval_s
+        doubtful = [a for a in self.agents.values() if a.is_unreachable or now - a.heard > timeout_s]
+        machines, heard = self.agents.machines(heard_since=recently) if doubtful else (set[str](), set[str]())
+        for agent in doubtful:
+            silent, host = now - agent.heard, agent.host
+            # Most other machines; if not, the coordinator may be cut off.
+            are_heard = 2 * (len(heard) - (host in heard)) > len(machines) - (host in machines)
+            is_cut_off = agent.is_unreachable and are_heard
+            if is_cut_off or silent > timeout_s:
+                what = "cannot be reached" if is_cut_off else "was silent"
+                self.round.has_cuts |= is_cut_off
+                self.round.is_in_doubt |= agent.in_round and not are_heard
+                self.on_gone(agent, f"node {agent.node} ({host}) {what} for {silent:.0f} s", now)
 
     def _watch_round(self, now: float) -> None:
         here, current = self._here(), self.round

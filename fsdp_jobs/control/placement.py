@@ -19,7 +19,7 @@ from fsdp_jobs.plan.sources import from_kubernetes, from_yaml
 from fsdp_jobs.plan.topology import Node, Topology, to_hostlist
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.messages import Agent, Beat, Message
-from fsdp_jobs.run.rank_state import Phase, Report
+from fsdp_jobs.run.rank_state import Phase
 
 _REJOIN_S = 0.2  # the join window after the first round
 _RECONNECT_S = 1.0  # the same after a restart of the coordinator: agents reconnect every 0.2 s
@@ -41,6 +41,8 @@ class ConnectedAgent(Agent):
     in_round: bool = False
     ended: bool = False
     beat: Beat = field(default_factory=Beat)  # the newest; no ranks in it if none run
+    step: int = -1  # of its rank that has done the fewest
+    phases: set[int] = field(default_factory=set)  # of its ranks; none before the first beat
     last_step: int | None = None  # of its ranks that train no more; None: all do
 
     @property
@@ -50,6 +52,8 @@ class ConnectedAgent(Agent):
 
     def take(self, beat: Beat) -> None:
         self.beat = beat
+        self.step = min((report.step for report, _ in beat.ranks), default=-1)
+        self.phases = {report.phase for report, _ in beat.ranks}
         ending = (Phase.DONE, Phase.ENDING)
         self.last_step = max((report.step for report, _ in beat.ranks if report.phase in ending), default=None)
 
@@ -71,7 +75,18 @@ def hostlist_of(hosts: Sequence[str]) -> str:
 
 
 class Agents(dict[str, ConnectedAgent]):
-    """The connected agents, by id."""
+    """The connected agents, by id. No method looks at the single ranks, and no message needs a look at all agents."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._newest: dict[int, str] = {}  # node -> id of the agent that connected last
+
+    def add(self, agent: ConnectedAgent) -> None:
+        self[agent.id] = agent
+        self._newest[agent.node] = agent.id
+
+    def of_node(self, node: int) -> ConnectedAgent | None:
+        return self.get(self._newest.get(node, ""))
 
     def in_round(self) -> list[ConnectedAgent]:
         return [a for a in self.values() if a.in_round]
@@ -84,26 +99,25 @@ class Agents(dict[str, ConnectedAgent]):
         for agent in self.in_round():
             agent.send(message)
 
-    def are_heard(self, but: ConnectedAgent, since: float) -> bool:
-        """Whether most other machines were heard over the network; if not, the coordinator may be cut off."""
-        others = [a for a in self.values() if a.host != but.host and not a.is_beside]
-        heard = {a.host for a in others if a.heard > since and not a.is_unreachable}
-        return 2 * len(heard) > len({a.host for a in others})
+    def machines(self, heard_since: float) -> tuple[set[str], set[str]]:
+        """Return the machines that are reached over the network, and those of them that were heard."""
+        others = [a for a in self.values() if not a.is_beside]
+        return {a.host for a in others}, {a.host for a in others if a.heard > heard_since and not a.is_unreachable}
 
-    def reports(self) -> list[Report]:
-        """Return the newest report of each rank of the round; none before the first beat."""
-        return [report for a in self.in_round() for report, _ in a.beat.ranks]
+    def phases(self) -> set[int]:
+        """Return the phases of the round's ranks; none before the first beat."""
+        return set().union(*(a.phases for a in self.in_round()))
 
     def are_parked(self) -> bool:
-        return {report.phase for report in self.reports()} == {Phase.PARKED}
+        return self.phases() == {Phase.PARKED}
 
     def ahead(self) -> dict[int, int]:
         """Return nodes with ranks that train no more, each with the last step of one, while other ranks do."""
-        ended = {a.node: a.last_step for a in self.in_round() if a.last_step is not None}
-        return ended if ended and any(report.phase <= Phase.TRAINING for report in self.reports()) else {}
+        ended = {a.node: a.last_step for a in self.values() if a.last_step is not None and a.in_round}
+        return ended if ended and min(self.phases()) <= Phase.TRAINING else {}
 
     def have_ended(self) -> bool:
-        return all(a.ended for a in self.in_round())
+        return all(a.ended for a in self.values() if a.in_round)
 
 
 class Formation:

@@ -515,7 +515,7 @@ def test_the_failure_of_one_node_of_many_is_taken_without_a_look_at_all_ranks(
     cluster = Cluster(tmp_path, "nodes=2", "elastic.join_window_s=0")
     members = [cluster.join(node) for node in (0, 1)]
     cluster.later(1, *members)
-    monkeypatch.setattr(Agents, "reports", lambda _: pytest.fail("looks at all ranks"))
+    monkeypatch.setattr(Agents, "phases", lambda _: pytest.fail("looks at all ranks"))
     for member in members:
         report = messages.Failed([failure(member.node, member.node * 2, "RuntimeError: wrong")])
         cluster.coordinator.on_message(member, report, cluster.now)

@@ -539,15 +539,51 @@ def test_a_tick_compares_no_agents_with_each_other_while_all_are_heard(
     """Of a thousand, each tick of a tenth of a second took half a second."""
     cluster = Cluster(tmp_path, "nodes=2", "elastic.join_window_s=0")
     members = [cluster.join(node) for node in (0, 1)]
-    compared: list[str] = []
-    are_heard = placement.Agents.are_heard
+    looks: list[float] = []
+    machines = placement.Agents.machines
 
-    def noted(agents: placement.Agents, but: ConnectedAgent, since: float) -> bool:
-        compared.append(but.id)
-        return are_heard(agents, but, since)
+    def noted(agents: placement.Agents, heard_since: float) -> tuple[set[str], set[str]]:
+        looks.append(heard_since)
+        return machines(agents, heard_since)
 
-    monkeypatch.setattr(placement.Agents, "are_heard", noted)
+    monkeypatch.setattr(placement.Agents, "machines", noted)
     cluster.later(5, *members)
-    assert not compared
+    assert not looks
+    for member in members:
+        member.is_unreachable = True
+    cluster.later(1)
+    assert len(looks) == 10, "once for all that may be lost, each tick"
     cluster.later(60, members[1])
-    assert {*compared} == {members[0].id}
+    assert [*cluster.coordinator.agents] == [members[1].id]
+
+
+def test_an_agent_connects_without_a_look_at_all_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of ten thousand nodes come at once, also to a new coordinator."""
+    cluster = Cluster(tmp_path, "nodes=3", "elastic.join_window_s=0")
+    cluster.join(0)
+    looks = list[str]()
+    monkeypatch.setattr(placement.Agents, "values", lambda agents: looks.append("values") or dict.values(agents))
+    monkeypatch.setattr(placement.Agents, "items", lambda agents: looks.append("items") or dict.items(agents))
+    cluster.join(1)
+    cluster.join(1, "b")
+    assert not cluster.is_taken, "its other agent is alive"
+    cluster.now += 60
+    second = cluster.join(1, "c")
+    assert cluster.is_taken
+    assert not looks
+    assert [agent.id for agent in dict.values(cluster.coordinator.agents)] == ["0a", second.id]
+
+
+def test_the_end_of_a_node_costs_no_look_at_all_others_while_one_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of ten thousand nodes end at once."""
+    cluster = Cluster(tmp_path, "nodes=3", "elastic.join_window_s=0")
+    members = [cluster.join(node) for node in range(3)]
+    cluster.later(1, *members)
+    monkeypatch.setattr(placement.Agents, "in_round", lambda _: pytest.fail("lists the nodes of the round"))
+    cluster.ended(members[2])
+    cluster.ended(members[1])
+    monkeypatch.undo()
+    cluster.ended(members[0])
+    assert cluster.verdict is not None and cluster.verdict.verdict == "done"

@@ -235,3 +235,11 @@ def test_a_fake_nvidia_smi_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert throttled() == []
     smi.chmod(smi.stat().st_mode | stat.S_IXUSR)
     assert throttled() == ["GPU 1 at 345 MHz of 1980 MHz: hw_thermal_slowdown and hw_power_brake_slowdown"]
+
+
+def test_windows_of_the_past_keep_no_times_of_each_node() -> None:
+    """Two hundred windows of ten thousand nodes took half a gigabyte."""
+    ranks, watch = Ranks(16), SlowWatch()
+    for _ in range(12):
+        watch.see(ranks.later())
+    assert [len(window.by_node) for window in watch._windows] == [0] * 6 + [3] * 5

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from heapq import nlargest
 from statistics import median
@@ -39,9 +39,10 @@ Sums = Mapping[int, Sequence[Times]]  # node -> sums of each of its ranks
 
 @dataclass(frozen=True)
 class Window:
-    """Average times of a step in a window, in seconds."""
+    """Average times of a step in a window, in seconds. Only the newest windows keep those of each node."""
 
     step_s: float
+    typical: dict[str, float]  # cause -> median of `by_node`
     by_node: dict[str, dict[int, float]]  # cause -> node -> lower bound for its slowest rank, at the usual work
     at_most: dict[str, dict[int, float]]  # the same, upper bound; infinite if the work is unknown
     is_host_bound: dict[int, bool]  # node -> one of its GPUs waits for the host
@@ -69,7 +70,8 @@ class Window:
             node: any(_HOST_BOUND * r.compute < r.host != r.compute for r in ranks[node]) for node in ranks
         }
         in_turn_s = every[0].slowest - max(rank.compute for rank in every)
-        return cls(every[0].step, least, most, is_host_bound, in_turn_s, usual)
+        typical = {cause: median(of.values()) for cause, of in least.items()}
+        return cls(every[0].step, typical, least, most, is_host_bound, in_turn_s, usual)
 
     def has_work_of(self, other: Window) -> bool:
         """Whether a step does about the same work: not after a change of batch or sequence length."""
@@ -142,6 +144,9 @@ class SlowWatch:
         self._before = sums
         if len(self._windows) < _WINDOWS:
             return None
+        if len(self._windows) > _WINDOWS:
+            older = self._windows[-_WINDOWS - 1]
+            self._windows[-_WINDOWS - 1] = replace(older, by_node={}, at_most={}, is_host_bound={})
         newest, ranks = list(self._windows)[-_WINDOWS:], sum(map(len, sums.values()))
         for cause in newest[0].by_node:
             unreported = [node for node in sums if (node, cause) not in self._reported]
@@ -180,7 +185,7 @@ def _usual(windows: Sequence[Window], cause: str, node: int) -> float:
 
 
 def _typical(windows: Sequence[Window], cause: str) -> float:
-    return median(median(w.by_node[cause].values()) for w in windows)
+    return median(w.typical[cause] for w in windows)
 
 
 def _imbalance(window: Window) -> float:

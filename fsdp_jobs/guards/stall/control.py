@@ -42,10 +42,9 @@ class Guard(guard.Guard):
 
     def watch(self, now: float) -> None:
         attempt, agents = self.attempt, self.attempt.agents.in_round()
-        reports = attempt.agents.reports()
-        if not reports or attempt.round.requested is Request.STOP:  # a stop has a time limit of its own
+        phases = attempt.agents.phases()
+        if not phases or attempt.round.requested is Request.STOP:  # a stop has a time limit of its own
             return
-        slowest, phases = min(report.step for report in reports), {report.phase for report in reports}
         if attempt.round.has_reports and Phase.DONE in phases:
             return  # with its steps; what the others still do may take long
         # While one rank waits for a checkpoint, others may wait for that rank.
@@ -54,7 +53,7 @@ class Guard(guard.Guard):
             self._since, self._asked_at = now, None  # the next step has not begun
             return
         silent_s = min((a.beat.measured.get("silent", 0.0) for a in agents), default=0.0)
-        if not (self._see(slowest, attempt.round.first_step, now) or silent_s):
+        if not (self._see(min(a.step for a in agents if a.phases), attempt.round.first_step, now) or silent_s):
             self._asked_at = None  # also if it ended while agents collected stacks
         elif self._asked_at is None:
             self._asked_at, self._answers, self._silent_s = now, {}, silent_s
