@@ -34,11 +34,10 @@ def fetch_files(
         CannotKeep: on all ranks, if one of them cannot read a file it holds, or write one it received.
     """
     came, wrong = 0, ""
-    by_rank = ranks.gather((leader, wanted))
+    source_of = {name: rank for rank in sorted(held, reverse=True) for name in held[rank]}
+    by_rank = ranks.gather((leader, wanted - held.get(leader, set())))
     for name, target in sorted({(name, leader) for leader, names in by_rank for name in names}):
-        source = min(rank for rank, names in held.items() if name in names)
-        if name in held.get(target, ()):
-            continue
+        source = source_of[name]
         if ranks.rank == source:
             wrong = _send(folder / name, target, ranks.group) or wrong
         elif ranks.rank == target:

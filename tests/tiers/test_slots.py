@@ -7,12 +7,14 @@ import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from fsdp_jobs.run.checksum import checksum
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.verdict import Verdict
+from fsdp_jobs.tiers.memory.rank import Tier
 from fsdp_jobs.tiers.memory.slots import (
     COPIES,
     Entry,
@@ -193,3 +195,13 @@ def test_no_room_is_an_error_and_not_a_signal(tmp_path: Path) -> None:
             Slot(small, 1, 0, 0).map(1 << 20)
     finally:
         os.system(f"umount {small}")
+
+
+def test_a_rank_wants_only_its_shard_when_replicas_are_lost() -> None:
+    """Replicas of the same shard groups hold the same: with fewer of them no rank needs the other shards."""
+    found = [Found(1, rank, 0, 5, 8, 2, True, copy, rank // 2 * 2, 40) for rank in range(8) for copy in (False, True)]
+    for world, group, expected in ((8, 2, ["1-3-0"]), (6, 2, ["1-3-0"]), (6, 6, ["1-2-0", "1-3-0"])):
+        tier = Tier.__new__(Tier)
+        ranks, layout = SimpleNamespace(rank=3, world=world), SimpleNamespace(shard_group=group)
+        vars(tier).update(ranks=ranks, layout=layout, _leader=2)
+        assert sorted(tier._sources(found)) == expected, "of its own node"

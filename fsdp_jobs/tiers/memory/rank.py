@@ -191,16 +191,16 @@ class Tier(Snapshots):
     def _sources(self, chosen: list[Found]) -> list[str]:
         """Name the snapshots that hold this rank's state, preferred ones first."""
         rank, like = self.ranks.rank, chosen[0]
-        is_same_world = like.world_size == self.ranks.world
         preferred = sorted(chosen, key=lambda one: (not one.is_whole, one.holder != self._leader, one.is_copy))
-        own = [one for one in preferred if is_same_world and one.rank == rank][:1]
-        places = [*range(like.shard_group)]
-        if is_same_world and like.shard_group == self.layout.shard_group:
-            places = [rank % like.shard_group]
+        own = [one for one in preferred if like.world_size == self.ranks.world and one.rank == rank][:1]
+        shards = dict[int, Found]()
+        for one in preferred:
+            shards.setdefault(one.rank % one.shard_group, one)
+        if like.shard_group == self.layout.shard_group:
             if own and own[0].is_whole:
                 return [own[0].name]
-        shards = [next(one for one in preferred if one.rank % one.shard_group == at) for at in places]
-        return list(dict.fromkeys(one.name for one in (*own, *shards)))
+            shards = {0: shards[rank % like.shard_group]}
+        return list(dict.fromkeys(one.name for one in (*own, *shards.values())))
 
 
 def _slot(folder: Path, one: Found) -> Slot:
