@@ -14,6 +14,7 @@ from fsdp_jobs.launchers.kubernetes.skeletons import Object
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.events import Submitted
 from fsdp_jobs.run.files import read_json, try_lock, write_atomic, write_json
+from fsdp_jobs.run.tail import read_json_lines
 
 _PUBLISHED = re.compile(
     r"@((?:events|metrics)\.jsonl|excluded\.json|"
@@ -38,20 +39,31 @@ class _Mirror:
 
     def __init__(self, run: RunDir, api: Api):
         self.run, self.api, self.refusal = run, api, ""
-        self._position = {"offsets": {}, "read_at": {}, "finished": [], **read_json(run.mirrored)}
-        self._offsets: dict[str, int] = self._position["offsets"]  # file -> end of the last line copied
-        self._read_at: dict[str, float] = self._position["read_at"]  # pod's uid -> seconds since 1970, cluster's clock
-        self._finished: list[str] = self._position["finished"]  # uids of pods that have ended and were read to the end
+        self._offsets: dict[str, int] = {}  # file -> end of the last line copied
+        self._read_at: dict[str, float] = {}  # pod's uid -> seconds since 1970, cluster's clock
+        self._finished: list[str] = []  # uids of pods that have ended and were read to the end
+        # After each pod what is new, in a line: with all files of thousands of ranks a pod would cost megabytes.
+        self._journal = run.mirrored.with_suffix(".jsonl")
+        for part in (read_json(run.mirrored), *read_json_lines(self._journal)):
+            self._offsets |= part.get("offsets", {})
+            self._read_at |= part.get("read_at", {})
+            self._finished += part.get("finished", [])
 
     def pull(self, pods: list[Object]) -> str:
+        self._save()  # a killed command may have left half a line
         new = [pod for pod in pods if self._may_have_more(pod)]
         for first in range(0, len(new), _AT_ONCE):
             now, some = self.api.time(), new[first : first + _AT_ONCE]
             for pod, lines in zip(some, at_once(self._read, some, repeat(now)), strict=True):
                 if lines is not None:
                     self._take(pod, lines, now)
-        write_json(self.run.mirrored, self._position)
+        self._save()
         return self.refusal
+
+    def _save(self) -> None:
+        position = {"offsets": self._offsets, "read_at": self._read_at, "finished": self._finished}
+        write_json(self.run.mirrored, position)
+        self._journal.unlink(missing_ok=True)
 
     def _may_have_more(self, pod: Object) -> bool:
         has_begun = own_state(pod).keys() & {"running", "terminated"}
@@ -70,23 +82,27 @@ class _Mirror:
 
     def _take(self, pod: Object, lines: list[str], now: float) -> None:
         """Copy a pod's lines, and record at once how far: a command may be killed at any time."""
-        copied = [self._copy(line.removesuffix("\n")) for line in lines if line.endswith("\n")]
+        copied: dict[str, int] = {}
+        for line in lines:
+            if line.endswith("\n"):
+                self._copy(line.removesuffix("\n"), copied)
         uid = pod["metadata"]["uid"]
+        finished = [uid] if "terminated" in own_state(pod) else []
         self._read_at[uid] = now
-        if "terminated" in own_state(pod):
-            self._finished.append(uid)
-        if any(copied):
-            write_json(self.run.mirrored, self._position)
+        self._finished += finished
+        if copied:
+            with self._journal.open("a") as file:
+                file.write(json.dumps({"offsets": copied, "read_at": {uid: now}, "finished": finished}) + "\n")
 
-    def _copy(self, logged: str) -> bool:
-        """Copy what a line publishes; return whether it is new."""
+    def _copy(self, logged: str, copied: dict[str, int]) -> None:
+        """Copy what a line publishes, if it is new, and note the end of it in `copied`."""
         published = _PUBLISHED.fullmatch(logged)
         if published is None:
-            return False
+            return
         name, end, line = published.groups()
         if int(end) <= self._offsets.get(name, 0):
-            return False
-        self._offsets[name] = int(end)
+            return
+        self._offsets[name] = copied[name] = int(end)
         file = self.run.path / name
         if file.suffix == ".json":
             write_atomic(file, line)
@@ -94,7 +110,6 @@ class _Mirror:
             file.parent.mkdir(parents=True, exist_ok=True)
             with file.open("a") as f:
                 f.write(line + "\n")
-        return True
 
 
 def pass_on_stop(run: RunDir, api: Api, pods: list[Object]) -> None:

@@ -14,10 +14,11 @@ import pytest
 from fsdp_jobs.launchers.kubernetes import mirror, pod
 from fsdp_jobs.launchers.kubernetes.labels import pods_write_here
 from fsdp_jobs.launchers.kubernetes.pod import CoordinatorsPublisher, Publisher, seed
-from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.directory import RunDir, rank_logs
 from fsdp_jobs.run.events import append_line
-from fsdp_jobs.run.files import try_lock, write_atomic
+from fsdp_jobs.run.files import read_json, try_lock, write_atomic, write_json
 from fsdp_jobs.run.identity import Identity
+from fsdp_jobs.run.record import JsonObject
 from fsdp_jobs.run.tail import Tail, read_json_lines
 from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_FAILED, Verdict
 from tests.nfs import nfs_client
@@ -103,6 +104,28 @@ def test_commands_that_mirror_at_once_are_killed_or_cut_off_copy_no_line_twice(
     logs.lines["second"] = lines
     mirror.pull(here, logs, [logs.pod("second")])  # type: ignore[arg-type]
     assert [m["step"] for m in read_json_lines(here.metrics)] == [1, 2, 3, 4, 5]
+
+
+def test_how_far_the_logs_of_many_pods_are_copied_is_written_whole_only_at_both_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a thousand pods with nine files each it is half a megabyte: after each pod that took half a minute."""
+    here, logs, written = RunDir(tmp_path), Logs(), list[Path]()
+    here.submit.mkdir()
+    logs.lines = {f"{n}": [f"@attempts/0/node-{n}/rank-{n}.log:2 x\n"] for n in range(20)}
+
+    def noted(file: Path, values: JsonObject) -> None:
+        written.append(file)
+        write_json(file, values)
+
+    monkeypatch.setattr(mirror, "write_json", noted)
+    here.mirrored.with_suffix(".jsonl").write_text('{"offsets": {"attempts/0/node-7/rank-7.log": 2}}\n{"offs')
+    mirror.pull(here, logs, [logs.pod(name) for name in logs.lines])  # type: ignore[arg-type]
+    assert written == [here.mirrored] * 2
+    copied = {int(file.stem.removeprefix("rank-")) for file in here.path.glob(rank_logs())}
+    assert copied == {*range(20)} - {7}, "a command that was killed had copied that one"
+    assert not here.mirrored.with_suffix(".jsonl").exists()
+    assert len(read_json(here.mirrored)["offsets"]) == 20
 
 
 def test_a_claim_that_is_away_for_a_while_ends_no_publishing(
