@@ -92,7 +92,7 @@ class Checkpointer:
         self.snapshots: list[SnapshotTier] = [
             made for tier in tiers_in("rank") if (made := tier.of_rank(self)) is not None
         ]
-        self.saver = Saver(self.config.async_mode, device, self.group)
+        self.saver = Saver(self.config.async_mode, device, self.group, layout)
         self.committed_step = -1
         self.saved_at = time.monotonic()  # when the newest save began
         self.stall_s = 0.0  # time that steps have waited for saves since `take_stall`

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -14,13 +15,16 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+from torch.distributed.tensor import DTensor
 
-from fsdp_jobs.checkpoints.state import State
+from fsdp_jobs.checkpoints.state import State, parameter_of
 from fsdp_jobs.checkpoints.storage import CommittingWriter, SaveRequest
-from fsdp_jobs.checkpoints.tensors import Unchanged
+from fsdp_jobs.checkpoints.tensors import Unchanged, is_as_planned
 from fsdp_jobs.config.keys import AUTO
+from fsdp_jobs.plan.layout import Layout
 
 
 class _Stager(DefaultStager):
@@ -42,16 +46,52 @@ class _Stager(DefaultStager):
         return staged
 
 
+class _Planner(DefaultSavePlanner):
+    """Plans what replicas hold alike on one of them.
+
+    DCP's planner plans it on each, and rank 0, which gets all plans, drops it from all but one: plans of thousands of
+    ranks take minutes, and gigabytes.
+    """
+
+    def __init__(self, layout: Layout):
+        super().__init__(enable_plan_caching=True)
+        self._layout = layout
+
+    def create_local_plan(self) -> SavePlan:
+        """Plan the part of this replica: each tensor goes to the replica with the fewest bytes so far."""
+        plan, layout = super().create_local_plan(), self._layout
+        if not plan.usable:
+            return plan  # it is as it was in the save before
+        own, sizes = dist.get_rank() // layout.shard_group, [0] * layout.replicas
+        items: list[WriteItem] = []
+        for item in sorted(plan.items, key=lambda item: item.index.fqn):  # some ranks may hold them in another order
+            writer = own
+            if self._is_shared(item.index.fqn):
+                writer = sizes.index(min(sizes))
+                sizes[writer] += item.tensor_storage_size() or 1
+            if writer == own:
+                items.append(item)
+        paths = {item.index.fqn: plan.planner_data[item.index.fqn] for item in items}
+        return replace(plan, items=items, planner_data=paths)
+
+    def _is_shared(self, name: str) -> bool:
+        """Whether every replica holds a tensor: a parameter that is sharded as planned, or the optimizer's of one."""
+        tensor = self.state_dict[name]
+        if not isinstance(tensor, DTensor):
+            tensor = self.state_dict.get(parameter_of(name))
+        return isinstance(tensor, DTensor) and is_as_planned(tensor, self._layout)
+
+
 class Saver:
     """Writes one state at a time, on all ranks together."""
 
-    def __init__(self, mode: str, device: torch.device, group: dist.ProcessGroup):
+    def __init__(self, mode: str, device: torch.device, group: dist.ProcessGroup, layout: Layout):
         """`mode` is `checkpoint.async_mode`."""
         on_cuda = device.type == "cuda"
         self._device = device
         self.mode = ("process" if on_cuda else "thread") if mode == AUTO else mode
         self.stager = _Stager(StagingOptions(on_cuda, self.mode == "process", True, on_cuda))
-        self._planner, self._group = DefaultSavePlanner(enable_plan_caching=True), group
+        self._planner, self._group = _Planner(layout), group
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
 
     def save(self, request: SaveRequest, state: State, block: bool) -> tuple[Future[Any] | None, Future[Any]]:

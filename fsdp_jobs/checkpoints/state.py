@@ -366,6 +366,11 @@ def _of_parameter(name: str) -> str:
     return f"{_OPTIM}{name.removeprefix('model.')}"
 
 
+def parameter_of(name: str) -> str:
+    """Return the name of the parameter that a tensor of an optimizer's state belongs to; of others nothing real."""
+    return f"model.{name.removeprefix(_OPTIM).rpartition('.')[0]}"
+
+
 def by_parameter(names: Iterable[str]) -> dict[str, list[str]]:
     """Group the keys of an optimizer's state by parameter."""
     found: dict[str, list[str]] = {}

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from fsdp_jobs.checkpoints import catalog, storage
@@ -96,3 +98,34 @@ def _save_onto_nfs(folder: str) -> str | None:
 
 def test_no_rank_looks_for_a_saves_folder_before_it_is_made_simulated_nfs(tmp_path: Path) -> None:
     assert run_world(2, _save_onto_nfs, str(tmp_path)) == [None, None]
+
+
+def _plan_twice(folder: str) -> None:
+    got = list[list[int]]()
+    dedup = DefaultSavePlanner._dedup_save_plans
+
+    def noted(planner: DefaultSavePlanner, plans: list[SavePlan]) -> list[SavePlan]:
+        got.append([len(plan.items) for plan in plans])
+        return dedup(planner, plans)
+
+    DefaultSavePlanner._dedup_save_plans = noted  # type: ignore[method-assign]
+    checkpoints = trained(folder, shard_group=2)
+    checkpoints.state.live()
+    save_steps(checkpoints, 1, 2)
+    if dist.get_rank() == 0:
+        (of_ranks,) = got  # once for both saves
+        shared, own = 2 + 2 * 3, 3  # weight, bias and AdamW's three of each; values, hyperparameters, random state
+        assert sum(of_ranks) == 2 * shared + 4 * own, "each that replicas share once for each shard"
+        assert max(of_ranks) < shared + own
+    checkpoints.close()
+    again = trained(folder, "0-1", shard_group=2)
+    assert (again.restore(), value_of(again)) == (2, 2.0)
+
+
+def test_a_rank_plans_only_its_replicas_part_of_what_replicas_share(tmp_path: Path) -> None:
+    """Rank 0 gets the plans of all: a thousand replicas would send it each tensor a thousand times."""
+    run_world(4, _plan_twice, str(tmp_path))
+    (newest, _) = catalog.find_checkpoints(tmp_path / "checkpoints")
+    metadata = storage.SafeReader(newest).read_metadata()
+    assert metadata.planner_data.keys() == metadata.state_dict_metadata.keys()
+    assert len(metadata.state_dict_metadata) == 2 + 2 * 3 + 2 + 4
