@@ -215,7 +215,15 @@ class Coordinator(Attempt):
         self._on_blocked(blocked_s, now)
         for agent in self.agents.values() if blocked_s > _BLOCKED_S else ():
             agent.heard += blocked_s
-        self._drop_lost(now)
+        timeout_s, recently = self.elastic.heartbeat_timeout_s, now - 1.5 * self.elastic.heartbeat_interval_s
+        for agent, are_heard in self.agents.doubtful(now - timeout_s, recently):
+            silent = now - agent.heard
+            is_cut_off = agent.is_unreachable and are_heard
+            if is_cut_off or silent > timeout_s:
+                what = "cannot be reached" if is_cut_off else "was silent"
+                self.round.has_cuts |= is_cut_off
+                self.round.is_in_doubt |= agent.in_round and not are_heard
+                self.on_gone(agent, f"node {agent.node} ({agent.host}) {what} for {silent:.0f} s", now)
         if self.verdict is not None:
             if self.closed_at is None:
                 self._announce(now)
@@ -228,22 +236,6 @@ class Coordinator(Attempt):
             self._watch_round(now)
         else:
             self._maybe_form(now)
-
-    def _drop_lost(self, now: float) -> None:
-        """Drop agents that are silent, or whose machine cannot be reached while most others are heard."""
-        timeout_s, recently = self.elastic.heartbeat_timeout_s, now - 1.5 * self.elastic.heartbeat_interval_s
-        doubtful = [a for a in self.agents.values() if a.is_unreachable or now - a.heard > timeout_s]
-        machines, heard = self.agents.machines(heard_since=recently) if doubtful else (set[str](), set[str]())
-        for agent in doubtful:
-            silent, host = now - agent.heard, agent.host
-            # Most other machines; if not, the coordinator may be cut off.
-            are_heard = 2 * (len(heard) - (host in heard)) > len(machines) - (host in machines)
-            is_cut_off = agent.is_unreachable and are_heard
-            if is_cut_off or silent > timeout_s:
-                what = "cannot be reached" if is_cut_off else "was silent"
-                self.round.has_cuts |= is_cut_off
-                self.round.is_in_doubt |= agent.in_round and not are_heard
-                self.on_gone(agent, f"node {agent.node} ({host}) {what} for {silent:.0f} s", now)
 
     def _watch_round(self, now: float) -> None:
         here, current = self._here(), self.round

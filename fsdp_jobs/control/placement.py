@@ -99,6 +99,15 @@ class Agents(dict[str, ConnectedAgent]):
         for agent in self.in_round():
             agent.send(message)
 
+    def doubtful(self, silent_since: float, heard_since: float) -> list[tuple[ConnectedAgent, bool]]:
+        """Return agents that are silent, or whose machine cannot be reached.
+
+        Each with whether most other machines were heard over the network; if not, the coordinator may be cut off.
+        """
+        found = [a for a in self.values() if a.is_unreachable or a.heard < silent_since]
+        machines, heard = self.machines(heard_since) if found else (set[str](), set[str]())
+        return [(a, 2 * (len(heard) - (a.host in heard)) > len(machines) - (a.host in machines)) for a in found]
+
     def machines(self, heard_since: float) -> tuple[set[str], set[str]]:
         """Return the machines that are reached over the network, and those of them that were heard."""
         others = [a for a in self.values() if not a.is_beside]
