@@ -38,13 +38,12 @@ from fsdp_jobs.run.rank_state import Phase
 from fsdp_jobs.run.table import counted
 from fsdp_jobs.run.term import Fenced, Term
 
+_AWAY = (errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ENOTCONN)  # of storage that may come back
+_TRIES, _AGAIN_S = 12, 5.0  # of a last save, while storage is away
 _CURES = (  # for saves that fail with these errors
     ((errno.ENOSPC, errno.EDQUOT), "Free space under {}."),
     ((errno.EROFS, errno.EACCES, errno.EPERM), "Make {} writable for this user."),
-    (
-        (errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ENOTCONN),
-        "Check the disk or mount of {} on this rank's machine.",
-    ),
+    (_AWAY, "Check the disk or mount of {} on this rank's machine."),
 )
 
 
@@ -93,6 +92,7 @@ class Checkpointer:
             made for tier in tiers_in("rank") if (made := tier.of_rank(self)) is not None
         ]
         self.saver = Saver(self.config.async_mode, device, self.group, layout)
+        self._is_away = False  # storage, at the newest save
         self.committed_step = -1
         self.saved_at = time.monotonic()  # when the newest save began
         self.stall_s = 0.0  # time that steps have waited for saves since `take_stall`
@@ -119,8 +119,17 @@ class Checkpointer:
         """Save the state after `step` steps, in the background or, with `block`, before this returns.
 
         Waits for the previous save first; a step that is already saved is not written again. A failed save leaves
-        only an event, the text in `failure`, and the previous checkpoint.
+        only an event, the text in `failure`, and the previous checkpoint; with `block` it is repeated for a minute
+        while storage is away.
         """
+        self._save(step, block)
+        for _ in range(_TRIES if block and self.disks is None else 0):
+            if not any(self.ranks.gather(self._is_away)):
+                break
+            time.sleep(_AGAIN_S)
+            self._save(step, block)
+
+    def _save(self, step: int, block: bool) -> None:
         self._report(Phase.ENDING if block else Phase.SAVING)
         if self._staged is not None:
             self._staged.result()  # a rank whose copy failed must not begin another save by itself
@@ -241,6 +250,7 @@ class Checkpointer:
         Raises:
             Fenced: the round is over, so this rank must end.
         """
+        self._is_away = False
         if error is None:
             self.failure, self.committed_step = None, request.step
             self._record(events.Checkpoint, request, request.final / MANIFEST)
@@ -250,6 +260,7 @@ class Checkpointer:
         if isinstance(cause, Fenced):
             raise cause
         self._copies_first |= isinstance(cause, Torn)
+        self._is_away = getattr(cause, "errno", None) in _AWAY
         file = getattr(cause, "filename", None)
         place = str(file).rpartition("/")[0] if file else self.home
         cures = [cure.format(place) for errors, cure in _CURES if getattr(cause, "errno", None) in errors]

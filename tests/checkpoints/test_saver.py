@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,9 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from fsdp_jobs.checkpoints import catalog, storage
+from fsdp_jobs.checkpoints import catalog, checkpointer, storage
 from fsdp_jobs.checkpoints.saver import _Stager
+from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.goodput import slowest_save_s
 from tests.checkpoints.saving import fill, save_steps, trained, value_of
@@ -129,3 +132,28 @@ def test_a_rank_plans_only_its_replicas_part_of_what_replicas_share(tmp_path: Pa
     metadata = storage.SafeReader(newest).read_metadata()
     assert metadata.planner_data.keys() == metadata.state_dict_metadata.keys()
     assert len(metadata.state_dict_metadata) == 2 + 2 * 3 + 2 + 4
+
+
+def _last_save_in_an_outage(folder: str, lasts: int) -> str | None:
+    checkpoints, outages = trained(folder), iter(range(lasts))
+    checkpointer._AGAIN_S, write = 0.05, storage.CommittingWriter.write_data
+
+    def write_or_fail(writer: storage.CommittingWriter, *args: Any) -> Any:
+        if dist.get_rank() == 1 and next(outages, None) is not None:
+            raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
+        return write(writer, *args)
+
+    storage.CommittingWriter.write_data = write_or_fail  # type: ignore[method-assign]
+    checkpoints.save(7, block=True)
+    with suppress(JobFailed):
+        checkpoints.close()
+    return checkpoints.failure
+
+
+def test_a_last_save_waits_for_storage_that_is_away(tmp_path: Path) -> None:
+    """A job that a file server's outage met at its end had failed, one that was preempted was not requeued."""
+    assert run_world(2, _last_save_in_an_outage, str(tmp_path / "short"), 3) == [None, None]
+    (saved,) = catalog.find_checkpoints(tmp_path / "short" / "checkpoints")
+    assert catalog.step_of(saved) == 7 and catalog.verify(saved) == []
+    (told, _) = run_world(2, _last_save_in_an_outage, str(tmp_path / "long"), 99)
+    assert told is not None and "Check the disk or mount" in told
