@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
@@ -25,6 +26,7 @@ from fsdp_jobs.checkpoints.storage import CommittingWriter, SaveRequest
 from fsdp_jobs.checkpoints.tensors import Unchanged, is_as_planned
 from fsdp_jobs.config.keys import AUTO
 from fsdp_jobs.plan.layout import Layout
+from fsdp_jobs.run.table import listed
 
 
 class _Stager(DefaultStager):
@@ -60,6 +62,7 @@ class _Planner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         """Plan the part of this replica: each tensor goes to the replica with the fewest bytes so far."""
         plan, layout = super().create_local_plan(), self._layout
+        self._held = {item.index.fqn for item in self.plan.items}
         if not plan.usable:
             return plan  # it is as it was in the save before
         own, sizes = dist.get_rank() // layout.shard_group, [0] * layout.replicas
@@ -73,6 +76,13 @@ class _Planner(DefaultSavePlanner):
                 items.append(item)
         paths = {item.index.fqn: plan.planner_data[item.index.fqn] for item in items}
         return replace(plan, items=items, planner_data=paths)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Raises: ValueError if another replica should have planned a tensor that this rank holds, and has none."""
+        plans, metadata = super().create_global_plan(all_plans)
+        if lacking := self._held - metadata.state_dict_metadata.keys():
+            raise ValueError(f"replicas hold different tensors: {listed(sorted(lacking))}")
+        return plans, metadata
 
     def _is_shared(self, name: str) -> bool:
         """Whether every replica holds a tensor: a parameter that is sharded as planned, or the optimizer's of one."""
