@@ -97,25 +97,30 @@ def test_doctor_looks_at_the_cluster_and_at_one_of_its_nodes(lab: Lab, tmp_path:
     assert not list(Path(tmp_path, "runs").iterdir()), "nothing is left"
 
 
-# Runs what it is given, without another root; the interpreter of its one image is nowhere else.
+# Runs what it is given, without another root, if that is in its one image.
 APPTAINER = """#!/bin/sh
 shift
 while [ "${1#--}" != "$1" ]; do shift; done
 [ "$1" = torch.sif ] || { echo "FATAL: could not open image $1" >&2; exit 255; }
-[ "$2" = /image/python ] || { echo "FATAL: $2: no such file" >&2; exit 255; }
-shift 2
-IN_CONTAINER=yes exec PYTHON "$@"
+shift
+IN_CONTAINER=yes exec "$@"
+"""
+IMAGES_PYTHON = """#!/bin/sh
+[ "$IN_CONTAINER" ] || { echo "$0 is only in the image" >&2; exit 127; }
+exec PYTHON "$@"
 """
 
 
 def test_agents_run_in_a_container_simulated_apptainer(lab: Lab, tmp_path: Path) -> None:
     """With its own interpreter, which the coordinator and the batch step outside do not have."""
-    (tmp_path / "apptainer").write_text(APPTAINER.replace("PYTHON", sys.executable))
-    (tmp_path / "apptainer").chmod(0o755)
+    python = tmp_path / "images_python"
+    for command, script in ((tmp_path / "apptainer", APPTAINER), (python, IMAGES_PYTHON)):
+        command.write_text(script.replace("PYTHON", sys.executable))
+        command.chmod(0o755)
     path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    inside = ["cluster.container_runtime=apptainer", "cluster.python=/image/python"]
+    inside = ["cluster.container_runtime=apptainer", f"cluster.python={python}"]
     done = lab.cli(tmp_path, "doctor", *ON_CPU, *inside, "cluster.container=torch.sif", **path)
-    assert "runs /image/python in torch.sif with fsdp_jobs" in done.stdout, done.stdout + done.stderr
+    assert f"runs {python} in torch.sif with fsdp_jobs" in done.stdout, done.stdout + done.stderr
     assert f"runs {sys.executable} with fsdp_jobs" in done.stdout, "what stays outside"
     done = lab.cli(tmp_path, "doctor", *ON_CPU, *inside, "cluster.container=none.sif", **path)
     assert done.returncode == 1 and "container       FATAL: could not open image none.sif" in done.stdout, done.stdout
