@@ -18,7 +18,7 @@ from fsdp_jobs.run.files import as_written
 
 def python_outside(cluster: SlurmClusterConfig, python: str) -> str:
     """Return the interpreter of what needs srun and scontrol; `python` is the submitting command's."""
-    return cluster.python if cluster.python is not None and cluster.container is None else python
+    return cluster.python or python if cluster.container is None else python
 
 
 def python_of_agents(cluster: SlurmClusterConfig, config: JobConfig, run: RunDir, python: str) -> list[str]:

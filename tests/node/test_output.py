@@ -344,11 +344,17 @@ def test_steps_over_all_epochs_stay_as_they_are(tmp_path: Path) -> None:
     assert [line.get("steps") for line in lines] == [None, None, 20, 20, 20, 20]  # known at the second epoch
 
 
-def test_what_a_program_prints_last_is_read_however_much_it_is_and_without_an_end_of_line(tmp_path: Path) -> None:
-    run, log = RunDir(tmp_path), RunDir(tmp_path).rank_log(0, 0, 0)
+def begun(run: RunDir) -> tuple[Path, OutputMetrics]:
+    """The log of a job's only rank, and what reads it in the first round."""
+    log, output = run.rank_log(0, 0, 0), OutputMetrics(None, run, 0, 0, [])
     log.parent.mkdir(parents=True)
-    output = OutputMetrics(None, run, 0, 0, [])
     output.begin_round(ALONE)
+    return log, output
+
+
+def test_what_a_program_prints_last_is_read_however_much_it_is_and_without_an_end_of_line(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    log, output = begun(run)
     log.write_text("step 1 loss 3.0\n" + "x" * 5_000_000 + "\nstep 2 loss 2.0\rstep 3 loss 1.0")
     output.close()
     assert [line["step"] for line in read_json_lines(run.metrics)] == [1, 2, 3]
@@ -529,10 +535,8 @@ def test_a_bar_that_begins_at_0_after_a_resume_repeats_no_steps(tmp_path: Path) 
 
 
 def test_an_epochs_length_is_no_total_of_steps_over_all_epochs(tmp_path: Path) -> None:
-    run, log = RunDir(tmp_path), RunDir(tmp_path).rank_log(0, 0, 0)
-    log.parent.mkdir(parents=True)
-    output = OutputMetrics(None, run, 0, 0, [])
-    output.begin_round(ALONE)
+    run = RunDir(tmp_path)
+    log, output = begun(run)
     with log.open("a") as f:  # as Ignite's examples print
         f.writelines(f"Epoch[{1 + (i - 1) // 100}] Iteration[{i}/100] Loss: 2.30\n" for i in range(50, 301, 50))
     output.close()
@@ -542,10 +546,8 @@ def test_an_epochs_length_is_no_total_of_steps_over_all_epochs(tmp_path: Path) -
 
 
 def test_a_fine_tuning_counts_its_own_steps_not_those_of_the_checkpoint_it_begins_with(tmp_path: Path) -> None:
-    run, log = RunDir(tmp_path), RunDir(tmp_path).rank_log(0, 0, 0)
-    log.parent.mkdir(parents=True)
-    output = OutputMetrics(None, run, 0, 0, [])
-    output.begin_round(ALONE)
+    run = RunDir(tmp_path)
+    log, output = begun(run)
     log.write_text("loaded checkpoint: step=50000  train_loss=2.1\nstep 1 loss 1.9\nstep 2 loss 1.8\n")
     output.close()
     assert [line["step"] for line in read_json_lines(run.metrics)] == [1, 2]
@@ -553,10 +555,8 @@ def test_a_fine_tuning_counts_its_own_steps_not_those_of_the_checkpoint_it_begin
 
 def test_an_evaluation_that_looks_like_training_changes_no_count_of_epochs(tmp_path: Path) -> None:
     """As Keras's `evaluate` between two of its `fit`."""
-    run, log = RunDir(tmp_path), RunDir(tmp_path).rank_log(0, 0, 0)
-    log.parent.mkdir(parents=True)
-    output = OutputMetrics(None, run, 0, 0, [])
-    output.begin_round(ALONE)
+    run = RunDir(tmp_path)
+    log, output = begun(run)
     for epoch, steps in enumerate([("50/100", "100/100", "1/2"), ("9/100", "60/100", "2/2"), ("3/100",)], 1):
         with log.open("a") as f:
             f.writelines([f"Epoch {epoch}/3\n", *(f" {step} [====>...] - loss: 2.3\n" for step in steps)])
@@ -568,10 +568,8 @@ def test_the_first_steps_after_a_silence_take_no_part_of_it(tmp_path: Path, monk
     now = 1000.0
     monkeypatch.setattr(output_module, "_EVERY_S", 3600)
     monkeypatch.setattr(output_module, "job_time", lambda: now)
-    run, log = RunDir(tmp_path), RunDir(tmp_path).rank_log(0, 0, 0)
-    log.parent.mkdir(parents=True)
-    output = OutputMetrics(None, run, 0, 0, [])
-    output.begin_round(ALONE)
+    run = RunDir(tmp_path)
+    log, output = begun(run)
     log.write_text("downloading\n")
     output._look()
     now = 1099.5
