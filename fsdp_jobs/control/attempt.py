@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -107,6 +108,7 @@ class Attempt:
         self.verdict: Verdict | None = None
         self.closed_at: float | None = None  # when the verdict was written and sent to the agents
         self.is_superseded = False  # another coordinator has taken over: this one must not record or decide
+        self.in_charge_until = math.inf  # no other begins a round before; past while storage is away
         self.stop_reason: str | None = None
         self.is_cancelled = False  # the user has asked to stop
         self.stop_by = 0.0  # when a requested stop must be over, on the monotonic clock

@@ -112,7 +112,7 @@ class Coordinator(Attempt):
         """Answer a sign of life, but do not renew the lease of ranks whose round is over."""
         agent.heard = now
         may_run = agent.in_round and self.round.running and not agent.ended
-        agent.send(messages.Alive(at if may_run or agent.ready else None, time.time()))
+        agent.send(messages.Alive(at if may_run or agent.ready else None, time.time(), now < self.in_charge_until))
         if may_run:
             self.leases.hold(agent.id, now)
 

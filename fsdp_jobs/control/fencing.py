@@ -14,6 +14,7 @@ from fsdp_jobs.run.protocol import lease_s, unreachable_s
 from fsdp_jobs.run.term import ROUND, Fenced, claim
 
 _T = TypeVar("_T")
+CHARGE_S = 5.0  # after a look for newer coordinators that found none, in which none begins a round
 _CLOCKS, _KILL_S = 1.05, 1.0  # margins on a lease: clock drift (a factor), and time to kill ranks
 _RECORD_S = 0.2  # for a rank to write a line after it checked that it may
 _SOON_S = 0.02  # a wait this short for a thread is not noticed
@@ -47,9 +48,9 @@ class Leases(dict[str, float]):
         """End a lease, because an agent's ranks have ended or an agent has connected from a machine."""
         self.pop(holder, None)
 
-    def on_charge(self, late_s: float, now: float) -> None:
-        """Let the leases of unseen machines expire: earlier coordinators stop answering within `late_s`."""
-        self.update({holder: now + late_s + self._lasts_s for holder, end in self.items() if end == inf})
+    def on_charge(self, now: float) -> None:
+        """Let the leases of unseen machines expire: earlier coordinators look for this one within `CHARGE_S`."""
+        self.update({holder: now + CHARGE_S + self._lasts_s for holder, end in self.items() if end == inf})
 
     def running(self, now: float, are_fenced: bool = False) -> int:
         """Count the leases that have not expired.

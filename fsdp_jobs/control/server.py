@@ -24,6 +24,7 @@ from functools import partial
 from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.control.attempt import Requests
 from fsdp_jobs.control.coordinator import Coordinator
+from fsdp_jobs.control.fencing import CHARGE_S
 from fsdp_jobs.control.placement import ConnectedAgent
 from fsdp_jobs.run import log, messages, term
 from fsdp_jobs.run.directory import RunDir, checkpoints_of
@@ -40,7 +41,7 @@ _PROVE_S = 10.0  # for a new connection to prove that it has the token
 _STRANGERS = 256  # unproven connections allowed beyond the job's nodes; a new one replaces the oldest
 _REPORT_S = 60.0  # between two log lines about refused connections
 _UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
-_CHARGE_S = 5.0  # between two checks whether another coordinator has taken over
+_LOOK_S = 4.0  # between two looks whether another coordinator has taken over
 
 logger = logging.getLogger(__name__)
 
@@ -95,24 +96,31 @@ class Server:
         return await asyncio.to_thread(self.coordinator.read_requests)
 
     async def _keep_charge(self) -> None:
-        """Take charge of the run, and give up when another coordinator does, of this or a later attempt."""
+        """Take charge of the run, and give up when another coordinator does, of this or a later attempt.
+
+        While storage is away, no other can take over, or this machine is cut off from it. The job trains on, but its
+        ranks check their term before they write.
+        """
         coordinator, run = self.coordinator, self.coordinator.run
         home = checkpoints_of(coordinator.config.checkpoint, run)
         owner, number = f"attempt {coordinator.number} {secrets.token_hex()}", 0
+        coordinator.in_charge_until = time.monotonic()
         while True:
+            began = time.monotonic()
             try:
-                if run.last_attempt() > coordinator.number:  # while that hangs, agents get no answers, too
+                if await asyncio.to_thread(run.last_attempt) > coordinator.number:
                     break
                 if not number:
                     seen = coordinator.term_seen  # rounds also get higher terms than this, claimed separately
                     number = await asyncio.to_thread(term.claim, home, term.COORDINATOR, owner, above=seen)
                     coordinator.term_seen = max(coordinator.term_seen, number)
-                    coordinator.leases.on_charge(_CHARGE_S, time.monotonic())
+                    coordinator.leases.on_charge(time.monotonic())
                 elif await asyncio.to_thread(term.newest, home, term.COORDINATOR) > number:
                     break
+                coordinator.in_charge_until = began + CHARGE_S
             except Exception as e:  # a store's client may raise anything; the next round reports it too
                 logger.warning("%s: %s: %s", home, type(e).__name__, e)
-            await asyncio.sleep(_CHARGE_S)
+            await asyncio.sleep(_LOOK_S)
         coordinator.on_superseded()
 
     async def _agent(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -76,7 +76,8 @@ class CoordinatorRendezvous(rendezvous.RendezvousHandler):
             match message:
                 case messages.Alive():
                     if message.at is not None:
-                        self.lease.renew(message.at + self.lease_s, message.at + self.fresh_s)
+                        fresh_s = self.fresh_s if message.is_in_charge else 0.0
+                        self.lease.renew(message.at + self.lease_s, message.at + fresh_s)
                         self.lease.set_clock(message.time, message.at)
                     self._send_failures()  # of the time without a connection
                 case messages.Round():

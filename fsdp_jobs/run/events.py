@@ -368,13 +368,8 @@ def append_line(path: Path, record: JsonObject) -> None:
     """
     line = (json.dumps(record) + "\n").encode()
     try:
-        check_may_record()
-        checked_at = time.monotonic()
-        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        descriptor = _locked(path)
         try:
-            lock(descriptor)  # on file systems without locks O_APPEND must suffice
-            if time.monotonic() - checked_at > _SOON_S and not is_answered():  # no file is read while the lock is held
-                raise Fenced("this node has had no answer from the coordinator while it waited for the file")
             if is_cut(descriptor):
                 line = b"\n" + line
             before = os.fstat(descriptor).st_size
@@ -386,6 +381,22 @@ def append_line(path: Path, record: JsonObject) -> None:
     except (OSError, Fenced) as e:
         why = f"OSError: {e.strerror or e}" if isinstance(e, OSError) else e
         logger.warning("%s; not recorded in %s", why, path)  # a rank's log shows no level
+
+
+def _locked(path: Path) -> int:
+    """Open a file for this rank's record, and lock it; on file systems without locks O_APPEND must suffice.
+
+    Raises:
+        Fenced, OSError: as in `check_may_record`.
+    """
+    while True:
+        check_may_record()
+        checked_at = time.monotonic()
+        descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        lock(descriptor)
+        if time.monotonic() - checked_at <= _SOON_S or is_answered():
+            return descriptor
+        os.close(descriptor)  # to check again: no other file is read while the lock is held
 
 
 def record(run: RunDir, attempt: int, event: Event) -> None:

@@ -75,7 +75,7 @@ def test_a_restarted_coordinator_waits_for_nodes_that_it_does_not_see(tmp_path: 
     for host, waits in (("node0", False), ("other", True)):
         cluster = Cluster(tmp_path, "nodes=1", "elastic.lease_s=20")
         cluster.later(1)
-        cluster.coordinator.leases.on_charge(5.0, cluster.now)
+        cluster.coordinator.leases.on_charge(cluster.now)
         replacement = cluster.join(0, life="b", host=host)
         cluster.later(24, replacement)
         assert (cluster.last(replacement, messages.Round) is None) == waits

@@ -103,6 +103,13 @@ def until(true: Callable[[], Any]) -> None:
         time.sleep(0.02)
 
 
+def answer(agent: Stranger, at: float) -> dict[str, Any]:
+    agent.send(kind="beat", at=at)
+    while (received := agent.receive()).get("at") != at:
+        pass
+    return received
+
+
 def lost(server: Server) -> list[dict[str, Any]]:
     return [e for e in read_json_lines(server.coordinator.run.events) if e["event"] == "node_lost"]
 
@@ -248,25 +255,33 @@ def test_what_a_closed_connection_proves(tmp_path: Path) -> None:
 
 
 def test_agents_get_answers_while_the_run_directory_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers, iterdir = threading.Event(), Path.iterdir
+    """Their ranks run on, but look for a newer round before they write: this machine may be the only one cut off."""
+    answers, iterdir, last_attempt = threading.Event(), Path.iterdir, RunDir.last_attempt
     answers.set()
 
     def slowly(path: Path) -> Iterator[Path]:
         answers.wait(20)
         return iterdir(path)
 
+    def as_slowly(run: RunDir) -> int:
+        answers.wait(20)
+        return last_attempt(run)
+
     monkeypatch.setattr(Path, "iterdir", slowly)
+    monkeypatch.setattr(RunDir, "last_attempt", as_slowly)
+    monkeypatch.setattr(door, "_LOOK_S", 0.1)
+    monkeypatch.setattr(door, "CHARGE_S", 0.8)
 
     def talk(port: int, server: Server) -> None:
         agent = Stranger(port)
         agent.enter("secret")
         until(lambda: server.coordinator.round.running)
+        assert answer(agent, 4)["is_in_charge"]
         answers.clear()
         time.sleep(1)  # it looks for requests every 0.3 s
-        agent.send(kind="beat", at=5)
-        while agent.receive().get("at") != 5:
-            pass
+        assert not answer(agent, 5)["is_in_charge"]
         answers.set()
+        until(lambda: answer(agent, 6)["is_in_charge"])
         write_atomic(server.coordinator.run.stop_request, "enough")
         until(lambda: server.coordinator.stop_reason == "enough")
 
@@ -276,7 +291,7 @@ def test_agents_get_answers_while_the_run_directory_hangs(tmp_path: Path, monkey
 def test_a_coordinator_steps_back_for_a_newer_one_where_the_markers_were_purged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door, "_CHARGE_S", 0.01)
+    monkeypatch.setattr(door, "_LOOK_S", 0.01)
     run = RunDir(tmp_path / "run")
     run.attempt(0).mkdir(parents=True)
     config = compose_job(["nodes=1", "nproc_per_node=1"])
@@ -303,7 +318,7 @@ def test_a_coordinator_steps_back_for_a_newer_one_where_the_markers_were_purged(
 def test_a_coordinator_steps_back_for_a_later_attempt_also_after_errors_of_the_run_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door, "_CHARGE_S", 0.01)
+    monkeypatch.setattr(door, "_LOOK_S", 0.01)
     run = RunDir(tmp_path / "run")
     run.attempt(0).mkdir(parents=True)
     coordinator = Coordinator(compose_job(["nodes=1", "nproc_per_node=1"]), run, 0, time.monotonic())

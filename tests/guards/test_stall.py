@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,17 @@ def test_a_save_of_minutes_is_no_stall(tmp_path: Path) -> None:
     cluster.later(1000, *agents, step=5, phase=int(Phase.ENDING))
     cluster.later(50, *agents, step=5)
     assert cluster.last(agents[0], Dump) is None, "the step after it has just begun"
+    cluster.later(15, *agents, step=5)
+    assert cluster.last(agents[0], Dump) is not None
+
+
+def test_ranks_that_wait_for_a_file_server_have_not_stalled(tmp_path: Path) -> None:
+    cluster, agents = _after_five_steps(tmp_path)
+    cluster.coordinator.in_charge_until = cluster.now
+    cluster.later(1000, *agents, step=5)
+    cluster.coordinator.in_charge_until = math.inf
+    cluster.later(50, *agents, step=5)
+    assert cluster.last(agents[0], Dump) is None, "it has just come back"
     cluster.later(15, *agents, step=5)
     assert cluster.last(agents[0], Dump) is not None
 

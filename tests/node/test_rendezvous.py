@@ -65,7 +65,7 @@ def test_a_connection_lost_between_a_round_and_its_address_sends_the_agent_back(
     _until(lambda: [type(m) for m in link.sent] == [messages.Ready])
     agent._receive(ROUND.line())
     link.connections = 2  # the address went over the first
-    agent._receive(messages.Alive(None, time.time()).line())
+    agent._receive(messages.Alive(None, time.time(), True).line())
     _until(lambda: len(link.sent) == 2)
     assert isinstance(link.sent[1], messages.Ready) and not joined
     agent._broken = 7  # by a coordinator that is gone; the new one uses a number again
@@ -83,7 +83,7 @@ def test_what_happens_without_a_connection_is_told_with_the_next(agent: Coordina
     _until(lambda: agent._waiting)
     link.is_up = True
     for _ in range(2):
-        agent._receive(messages.Alive(None, time.time()).line())
+        agent._receive(messages.Alive(None, time.time(), True).line())
     assert [f.error for m in link.sent if isinstance(m, messages.Failed) for f in m.failures] == ["ValueError: bad"]
     agent.notice("SIGTERM")
     assert agent._hello(("", 0)).signal == "SIGTERM", "a new coordinator must not plan with this node"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
+import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -12,8 +14,10 @@ import pytest
 
 from fsdp_jobs.run import folders
 from fsdp_jobs.run import term as term
+from fsdp_jobs.run.beside import start_thread
 from fsdp_jobs.run.env import RANK_STATE_ENV, TERM_ENV
 from fsdp_jobs.run.events import append_line
+from fsdp_jobs.run.files import lock
 from fsdp_jobs.run.tail import read_json_lines
 from fsdp_jobs.run.term import COORDINATOR, ROUND, Fenced, Lease, Term, claim, newest
 from tests.jobs import fill
@@ -140,7 +144,18 @@ def test_a_rank_looks_for_a_newer_round_before_it_records_once_its_nodes_answer_
     append_line(lines, {"step": 2})
     lease.renew(now + 60, now + 60)  # the coordinator answers: what was begun elsewhere is no newer round of it
     append_line(lines, {"step": 3})
-    assert [line["step"] for line in read_json_lines(lines)] == [1, 3]
+    lease.renew(now + 60, now - 1)
+    monkeypatch.setenv(TERM_ENV, str(claim(tmp_path, ROUND, "mine again")))
+    Term.of_rank(tmp_path)
+    for step in (4, 5):
+        with lines.open() as busy:
+            lock(busy)
+            waiting = start_thread(partial(append_line, lines, {"step": step}), "waits for the file")
+            time.sleep(0.3)
+            if step == 5:
+                claim(tmp_path, ROUND, "another, meanwhile")
+        waiting.join()
+    assert [line["step"] for line in read_json_lines(lines)] == [1, 3, 4]
     term._lease_of_node.cache_clear()
     monkeypatch.setattr(term, "_term_of_rank", Term(tmp_path, 0))
 

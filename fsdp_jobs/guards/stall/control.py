@@ -47,6 +47,9 @@ class Guard(guard.Guard):
             return
         if attempt.round.has_reports and Phase.DONE in phases:
             return  # with its steps; what the others still do may take long
+        if now > attempt.in_charge_until:  # storage is away, and ranks may wait for it
+            self._since, self._asked_at = now, None
+            return
         # While one rank waits for a checkpoint, others may wait for that rank.
         self._saving_since = (self._saving_since or now) if {Phase.SAVING, Phase.ENDING} & phases else None
         if self._saving_since is not None and now - self._saving_since < _SAVES_S:
