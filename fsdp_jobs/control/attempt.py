@@ -6,7 +6,6 @@ import logging
 import math
 import time
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.schema import JobConfig
@@ -14,6 +13,7 @@ from fsdp_jobs.control.failures import Budget, Machines, find_cause, is_progress
 from fsdp_jobs.control.fencing import Leases
 from fsdp_jobs.control.guard import Guard
 from fsdp_jobs.control.placement import Agents, ConnectedAgent, RoundPlanner
+from fsdp_jobs.control.requests import Requests
 from fsdp_jobs.run import events, messages
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.failure import Failure
@@ -26,15 +26,6 @@ from fsdp_jobs.run.tail import last_lines
 from fsdp_jobs.run.verdict import Verdict
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class Requests:
-    """What the request files in the run directory ask for."""
-
-    stop: str = ""  # why; empty: nobody asks
-    save: bool = False
-    problem: str = ""
 
 
 @dataclass
@@ -119,6 +110,8 @@ class Attempt:
         self.budget = Budget(self.elastic.max_failures_without_progress, history)
         self.machines = Machines(self.elastic.exclude_after, self.elastic.exclude_for_s, history)
         self.term_seen = 0  # the newest in the records, or reported by an agent for itself or its snapshots
+        self.excluded = run.excluded_hosts()  # machine -> why
+        self._just_excluded = False  # since the newest `Requests`: the next may have been read before
         self._may_adopt = True  # until it forms or breaks a round: an earlier coordinator may have died
         self._warned = ""  # the last warning
         self.guards: list[Guard] = [made(self) for made in guards_in("control")]
@@ -190,27 +183,10 @@ class Attempt:
         else:
             self.close(self._preempted(), now)
 
-    def read_requests(self) -> Requests:
-        """Read the request files in the run directory, in a thread of its own, because the file system may hang.
-
-        A listing shows new ones: that one file is missing an NFS client may answer from its cache, for a minute.
-        """
-        found, there = Requests(), set[Path]()
-        try:
-            there = {*self.run.path.iterdir()}
-            if self.run.stop_request in there:
-                found.stop = self.run.stop_request.read_text().strip() or "cancelled"
-        except (OSError, UnicodeDecodeError) as e:
-            found.problem = f"{self.run.stop_request} cannot be read, so nothing is stopped: {e}"
-        try:
-            if self.round.running and self.run.save_request in there:
-                self.run.save_request.unlink()
-                found.save = True
-        except OSError as e:
-            found.problem = f"{self.run.save_request} cannot be removed, so nothing is saved for it: {e}"
-        return found
-
     def on_requests(self, found: Requests, now: float) -> None:
+        if not self._just_excluded:
+            self.excluded = found.excluded
+        self._just_excluded = False
         if found.problem:
             self.warn(found.problem)
         if found.save:
@@ -226,6 +202,7 @@ class Attempt:
         except (BadInput, OSError) as e:  # the user edits the file, or the disk is full
             self.warn(f"{found.host} cannot be excluded: {e}")
             return False
+        self.excluded, self._just_excluded = self.run.excluded_hosts(), True
         self.record(found)
         return True
 

@@ -278,12 +278,10 @@ class Coordinator(Attempt):
 
     def _turn_away(self) -> None:
         """End ready agents whose node received a stop signal, or whose machine is excluded."""
-        ready = self.agents.ready()
-        excluded = self.run.excluded_hosts() if ready else {}
-        for agent in [a for a in ready if a.is_leaving or a.host in excluded]:
+        for agent in [a for a in self.agents.ready() if a.is_leaving or a.host in self.excluded]:
             why = "this node received a stop signal"
             if not agent.is_leaving:
-                why = self._exclusion = f"{agent.host} is excluded: {excluded[agent.host]}"
+                why = self._exclusion = f"{agent.host} is excluded: {self.excluded[agent.host]}"
             agent.send(messages.End(EXIT_REQUEUE, why))
             del self.agents[agent.id]
 

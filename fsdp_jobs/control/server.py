@@ -22,10 +22,10 @@ from contextlib import suppress
 from functools import partial
 
 from fsdp_jobs.config.schema import load_config
-from fsdp_jobs.control.attempt import Requests
 from fsdp_jobs.control.coordinator import Coordinator
 from fsdp_jobs.control.fencing import CHARGE_S
 from fsdp_jobs.control.placement import ConnectedAgent
+from fsdp_jobs.control.requests import Requests, read_requests
 from fsdp_jobs.run import log, messages, term
 from fsdp_jobs.run.directory import RunDir, checkpoints_of
 from fsdp_jobs.run.env import ATTEMPT_ENV, COORDINATOR_ENV
@@ -93,7 +93,7 @@ class Server:
     async def _read_requests(self) -> Requests:
         """Read them, soon, in a thread: agents get answers while the file system hangs."""
         await asyncio.sleep(_REQUESTS_S)
-        return await asyncio.to_thread(self.coordinator.read_requests)
+        return await asyncio.to_thread(read_requests, self.coordinator.run, self.coordinator.round.running)
 
     async def _keep_charge(self) -> None:
         """Take charge of the run, and give up when another coordinator does, of this or a later attempt.

@@ -8,6 +8,7 @@ from typing import Any
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.control.coordinator import Coordinator
 from fsdp_jobs.control.placement import ConnectedAgent
+from fsdp_jobs.control.requests import read_requests
 from fsdp_jobs.run import messages
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.failure import Failure
@@ -99,7 +100,7 @@ class Cluster:
                 ranks = [(Report(self.now, step, committed, phase), Times())] * 2 if member.in_round else []
                 beat = messages.Beat(ranks, {"silent": self.silent.get(member.id, 0.0)}, self.now)
                 self.coordinator.on_message(member, beat, self.now)
-            self.coordinator.on_requests(self.coordinator.read_requests(), self.now)
+            self.coordinator.on_requests(read_requests(self.run, self.coordinator.round.running), self.now)
             self.coordinator.tick(self.now)
 
     def skip(self, seconds: float, *beating: ConnectedAgent) -> None:
