@@ -118,6 +118,8 @@ class Server:
                 elif await asyncio.to_thread(term.newest, home, term.COORDINATOR) > number:
                     break
                 coordinator.in_charge_until = began + CHARGE_S
+                if (took_s := time.monotonic() - began) > CHARGE_S:
+                    logger.warning("storage has not answered for %.0f s: %s, %s", took_s, run.path, home)
             except Exception as e:  # a store's client may raise anything; the next round reports it too
                 logger.warning("%s: %s: %s", home, type(e).__name__, e)
             await asyncio.sleep(_LOOK_S)
