@@ -19,8 +19,8 @@ def _by_word(table: dict[str, str]) -> dict[str, str]:
 
 _KEYS = _by_word(  # flags and keys, with underscores for dashes
     {
-        "nodes={}": "nnodes N",
-        "nproc_per_node={}": "nproc gpus gpus_per_node ntasks_per_node",
+        "nodes={}": "nnodes N num_machines num_nodes",
+        "nproc_per_node={}": "nproc gpus num_gpus gpus_per_node ntasks_per_node",
         "module={}": "m",
         "elastic.max_failures_without_progress={}": "max_restarts",
         "name={}": "job_name J hydra.job.name",
@@ -46,8 +46,9 @@ _KEYS = _by_word(  # flags and keys, with underscores for dashes
         "-m llamafactory.launcher X.yaml": "llamafactory_cli",
         "-m swift.cli.sft and its arguments": "swift",
         "-m litgpt and its arguments": "litgpt",
+        "fsdp-jobs import-accelerate FILE, which converts it": "config_file",
         "leave it out: the launcher sets it": "rdzv_backend rdzv_endpoint rdzv_id rdzv_conf master_addr master_port"
-        " node_rank standalone",
+        " node_rank standalone machine_rank main_process_ip main_process_port",
     }
 )
 _PRECISION = ("precision", "mixed_precision", "dtype", "torch_dtype")

@@ -50,6 +50,7 @@ def _json(folder: Path, *args: str) -> Any:
         (["--nnodes=2", "script=train.py"], "-> nodes=2"),
         (["--nproc-per-node", "4", "train.py"], "-> nproc_per_node="),
         (["--rdzv-backend=c10d", "train.py"], "leave it out: the launcher sets it"),
+        (["--config_file", "a.yaml", "train.py"], "-> fsdp-jobs import-accelerate FILE, which"),
         (["gpus=4"], "-> nproc_per_node=4"),
         (["time=60"], "-> cluster.time=60"),
         (["precision=bf16"], "-> fsdp.param_dtype=bf16"),
