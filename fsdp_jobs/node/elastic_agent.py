@@ -35,13 +35,17 @@ from fsdp_jobs.run.files import is_there
 from fsdp_jobs.run.messages import Round
 from fsdp_jobs.run.processes import has_signal, kill_families, kills_for_memory
 from fsdp_jobs.run.rank_state import SAVES_NOTHING, Phase, Request
-from fsdp_jobs.run.tail import last_lines
+from fsdp_jobs.run.tail import last_lines, size_of
 from fsdp_jobs.run.term import LOOK_S, job_time
 from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE
 
 logger = logging.getLogger(__name__)
 
 _BEFORE_MESSAGE = re.compile(r"^([\w.]+:)\s+")  # an exception's class; some messages begin on a line of their own
+_RAISED = re.compile(  # the end of a traceback
+    r"^(?:\[rank\d+\]:)?[ \t]{2,}.*\n((?:\[rank\d+\]: )?[\w.]*(?:Error|Exception)\b.*)", re.MULTILINE
+)
+_LAST_LINES = 20  # at the end of a rank's log: a program may say more behind its exception
 _ABORT_LINES = 100  # at the end of a rank's log, with torch's reason for aborting and the stack
 _STOP_RANKS_S = 5  # SIGTERM to SIGKILL for ranks of a broken round: they restart from a checkpoint
 
@@ -70,11 +74,13 @@ class Agent(LocalElasticAgent):
         self._handler, self._followers, self._node = handler, followers, handler.agent.node
         self._is_terminating = False  # ranks that never reported have got SIGTERM
         self._kills_for_memory = 0  # by this machine's kernel, before the round
+        self._log_sizes: list[int] = []  # before the round
         handler.workers = lambda: self.get_worker_group().workers
         start_thread(self._keep_lease, "lease")
 
     def _start_workers(self, worker_group: WorkerGroup) -> Any:
         self._kills_for_memory = kills_for_memory()
+        self._log_sizes = [*map(size_of, self._handler.log_files())]
         for follower in self._followers:
             follower.begin_round(self._handler.round)
         return super()._start_workers(worker_group)
@@ -181,7 +187,8 @@ class Agent(LocalElasticAgent):
         elif failure.exitcode == -signal.SIGABRT:  # maybe by NCCL's watchdog, whose reason is only in the log
             text = last_lines(log, _ABORT_LINES)
         elif failure.exitcode >= 0 and not has_file:
-            last_line = summary(last_lines(log, 1))
+            said = last_lines(log, _LAST_LINES, self._log_sizes[failure.local_rank])
+            last_line = summary((_RAISED.findall(said) or said.splitlines() or [""])[-1])
         elif failure.exitcode >= 0:
             content = failure.message
             text = content["message"] if isinstance(content, dict) else content

@@ -136,8 +136,8 @@ def read_json_lines(path: Path) -> Iterator[JsonObject]:
     return Tail(path).records()
 
 
-def lines_backwards(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file, the last one first, reading only as much as is consumed.
+def lines_backwards(path: Path, begin: int = 0) -> Iterator[bytes]:
+    """Yield the lines of a file behind its first `begin` bytes, the last one first, reading only what is consumed.
 
     The last line may be unfinished. Lines longer than 1 MB come in parts.
     """
@@ -145,8 +145,8 @@ def lines_backwards(path: Path) -> Iterator[bytes]:
         return
     with path.open("rb") as f:
         position, rest = f.seek(0, os.SEEK_END), b""
-        while position > 0:
-            size = min(_BLOCK, position)
+        while position > begin:
+            size = min(_BLOCK, position - begin)
             position -= size
             f.seek(position)
             first, *lines = (f.read(size) + rest).split(b"\n")
@@ -187,11 +187,11 @@ def sampled_json_lines(path: Path, count: int) -> Iterator[JsonObject]:
     yield from json_objects(filter(None, dict.fromkeys(lines)), path)
 
 
-def last_lines(file: Path, count: int) -> str:
-    """Return the last lines of a file, empty if it cannot be read. Only its end is read."""
+def last_lines(file: Path, count: int, begin: int = 0) -> str:
+    """Return the last lines of a file behind its first `begin` bytes, empty if it cannot be read."""
     newest = list[bytes]()
     with suppress(OSError):  # its storage may be away
-        newest += itertools.islice(lines_backwards(file), count)
+        newest += itertools.islice(lines_backwards(file, begin), count)
     return "\n".join(shown(line.decode(errors="replace")) for line in reversed(newest))
 
 

@@ -61,6 +61,11 @@ def _after_step_7(folder: Path) -> RankState:
     return state
 
 
+EXCEPTION = """[rank3]: Traceback (most recent call last):
+[rank3]:   File "train.py", line 9, in main
+[rank3]:     raise error
+[rank3]: torch.AcceleratorError: bad shard
+"""
 WORKER_SAYS = "OSError: Caught OSError in DataLoader worker process 0"
 SPAWNED_SAYS = "ProcessRaisedException: -- Process 1 terminated with the following error"
 
@@ -90,15 +95,31 @@ def test_any_exception_reaches_the_coordinator(tmp_path: Path, raised: str, repo
     assert (received.node, received.rank, received.step, received.error) == (1, 3, 7, reported)
 
 
-def test_a_program_that_only_exits_is_named_by_its_last_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("before", "printed", "said"),
+    [
+        ("", "usage: train.py [--lr LR]\n\x1b[31mtrain.py: error: no --lrr\x1b[0m\n", "train.py: error: no --lrr"),
+        ("", f"{EXCEPTION}wandb: Find logs at: ./wandb/run-1/logs\n", "[rank3]: torch.AcceleratorError: bad shard"),
+        (
+            "",
+            f"{EXCEPTION}the next one\nConnectionError: again\ngave up\n",
+            "[rank3]: torch.AcceleratorError: bad shard",
+        ),
+        ("", "ConnectionError: again\ngave up\n", "gave up"),
+        (EXCEPTION, "gave up\n", "gave up"),
+    ],
+)
+def test_a_program_that_only_exits_is_named_by_its_traceback_or_last_line(
+    tmp_path: Path, before: str, printed: str, said: str
+) -> None:
+    """What an earlier round has printed does not count."""
     rank_log = tmp_path / "rank-3.log"
-    rank_log.write_text("usage: train.py [--lr LR]\n\x1b[31mtrain.py: error: unrecognized arguments: --lrr\x1b[0m\n")
+    rank_log.write_text(before + printed)
     handler = SimpleNamespace(lease=Lease(tmp_path), log_files=lambda: [rank_log], states=[_after_step_7(tmp_path)])
-    agent: Any = SimpleNamespace(_handler=handler, _node=1, _kills_for_memory=0)
+    agent: Any = SimpleNamespace(_handler=handler, _node=1, _kills_for_memory=0, _log_sizes=[len(before)])
     failure = Agent._describe(agent, 3, ProcessFailure(0, pid=1, exitcode=2, error_file=str(tmp_path / "none.json")))
     (received,) = Failed.read(Failed([failure]).line()).failures
-    said = "exit code 2 (train.py: error: unrecognized arguments: --lrr)"
-    assert received.describe() == f"rank 3 on node 1 failed: {said}"
+    assert received.describe() == f"rank 3 on node 1 failed: exit code 2 ({said})"
     assert not received.is_victim and not received.error  # a line is no exception
 
 
