@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
@@ -24,6 +25,7 @@ from fsdp_jobs.submit.overview import RunSummary, goodput_of, state_of, summary_
 from fsdp_jobs.submit.submitted import job_of, named
 
 _REFRESH_S = 0.25
+_VERDICT_S = 10.0  # at most, from the end of a killed job's first process to its verdict, which follows the last one
 _PLAIN_EVERY_S = 5.0  # between progress lines where nothing can be redrawn
 
 
@@ -103,12 +105,13 @@ class Follower:
 
     def follow(self, active: Callable[[], bool]) -> None:
         """Show the run until it has ended or is no longer active. KeyboardInterrupt is not caught."""
-        job = self.status.run.read_job()
+        job, ended_at = self.status.run.read_job(), math.inf
         with LiveView(transient=True) as view:
             while True:
                 is_active, began = active(), time.monotonic()  # asked before the last of the news is read
+                ended_at = math.inf if is_active else min(ended_at, began)
                 self._show_news()
-                if self.status.ended or not is_active:
+                if self.status.ended or began - ended_at > _VERDICT_S:
                     break
                 view.show({self.status.run: summary_of(self.status, job, None)})
                 time.sleep(pause_s(began, _REFRESH_S))

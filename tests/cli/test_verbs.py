@@ -9,12 +9,13 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import pytest
 
 from fsdp_jobs.cli import jobs
-from fsdp_jobs.cli.follow import progress
+from fsdp_jobs.cli.follow import Follower, progress
 from fsdp_jobs.cli.main import VERBS, main
 from fsdp_jobs.config import terminal
 from fsdp_jobs.config.hydra import compose_job
@@ -23,6 +24,7 @@ from fsdp_jobs.config.terminal import say
 from fsdp_jobs.run.directory import RunDir, runs_in
 from fsdp_jobs.run.files import write_atomic
 from fsdp_jobs.run.identity import identity_of
+from fsdp_jobs.run.verdict import KILLED
 from fsdp_jobs.submit.overview import RunSummary
 from tests.jobs import ROOT, called, cli, environment
 from tests.recorded import recorded_run
@@ -71,6 +73,16 @@ def test_habits_of_other_tools_get_the_key_that_is_meant(tmp_path: Path, args: l
     done = called(tmp_path, *args)
     assert done.returncode == 2 and said in done.stderr and "Nothing was done: " in done.stderr, done.stderr
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_job_that_another_command_kills_is_followed_until_that_has_recorded_it(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path / "runs", "killed")
+    *begun, _ = run.events.read_text().splitlines(keepends=True)
+    run.events.write_text("".join(begun))
+    follower = Follower(run)
+    Timer(0.5, KILLED.close, (run, 0)).start()
+    follower.follow(lambda: False)
+    assert (follower.status.state, follower.status.reason) == ("stopped", KILLED.reason)
 
 
 @pytest.mark.integration
