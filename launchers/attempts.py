@@ -20,12 +20,14 @@ from fsdp_jobs.config.resolve import most_nodes
 from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.launchers.supervisor import Attempt, Process, is_superseded
 from fsdp_jobs.run import events, log
+from fsdp_jobs.run.beside import wait_until
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ATTEMPT_ENV, COORDINATOR_ENV
 from fsdp_jobs.run.processes import STOP_SIGNALS, this_machine
 from fsdp_jobs.run.verdict import EXIT_FAILED, EXIT_REQUEUE, Verdict
 
 _POLL_S = 0.5
+_RECORD_S = 20.0  # for the submission to be recorded, which comes before its attempts; its command may have died
 _LEAVE_S = 20.0  # for the command to end after its attempt's verdict
 
 logger = logging.getLogger(__name__)
@@ -63,6 +65,7 @@ class Container:
             if has_begun and verdict is None:
                 self._take_part(attempt)
             elif self.name == "coordinator":
+                wait_until(lambda: self.run.pending_launcher is None, _RECORD_S)
                 self.run.attempt(attempt + 1).mkdir(parents=True)
                 nodes = most_nodes(load_config(self.run.config))
                 events.record(self.run, attempt + 1, events.AttemptStarted(nodes))

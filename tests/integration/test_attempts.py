@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -103,6 +104,17 @@ def test_containers_outlive_attempts_and_deaths(containers: Containers) -> None:
     assert sorted(containers.losses()) == list(range(1, 101))
     again = containers.started["node-0"].args
     assert subprocess.run(again, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=60).returncode == 0
+
+
+def test_an_attempt_follows_the_record_of_its_submission(containers: Containers) -> None:
+    """`status` counted all of its time as the queue's, and after a resume also the time between the submissions."""
+    recorded = containers.run.read_job()
+    write_json(containers.run.job, {**recorded, "pending": "docker_fsdp"})
+    containers.start("coordinator")
+    time.sleep(2)
+    assert containers.run.last_attempt() == -1
+    write_json(containers.run.job, recorded)
+    containers.until(lambda: containers.run.last_attempt() == 0, "its attempt")
 
 
 def test_what_never_works_ends_the_job_with_its_last_words(containers: Containers) -> None:
