@@ -62,13 +62,14 @@ def connected() -> Iterator[docker.APIClient]:
             raise BadInput.at(f"Docker context {name}", "there is no such context", "docker context ls")
         where = str(context.Host).removeprefix("http+")
     if not where.startswith(("unix://", "npipe://")):
-        what = "is another machine's Docker, but containers mount this machine's run directory"
-        cure = "submit on that machine, or: unset DOCKER_HOST DOCKER_CONTEXT; docker context use default"
+        what = "is no socket of this machine, but containers mount its run directory"
+        cure = "submit on Docker's machine, or: unset DOCKER_HOST DOCKER_CONTEXT; docker context use default"
         raise BadInput.at(f"{key}={where}", what, cure)
     try:
         api = docker.APIClient(base_url=where, version="auto", timeout=60)
     except docker.errors.DockerException as e:
         what, cure = f"no Docker daemon answers: {e}", "start Docker Desktop, or: sudo systemctl start docker"
+        cure += "; rootless Docker and Podman need DOCKER_HOST=unix://..., their socket"
         if "PermissionError" in str(e):
             what = "you may not use its socket"
             cure = "sudo usermod -aG docker $USER and log in again, or rootless Docker: dockerd-rootless-setuptool.sh"
@@ -128,14 +129,14 @@ def translate(job: Job, daemon: dict[str, Any], gpus: list[str]) -> DockerReques
             *(here, folder, here, here),
         )
     security = str(daemon.get("SecurityOptions"))
-    user = "0:0" if "rootless" in security else f"{os.getuid()}:{os.getgid()}"  # root of a rootless daemon is its user
-    confined = ["label=disable"] if "selinux" in security else []  # else mounts need another label, outside, too
+    is_rootless = "rootless" in security or daemon.get("Rootless")  # Podman before 4.6 says only the latter
+    user = "0:0" if is_rootless else f"{os.getuid()}:{os.getgid()}"  # root of a rootless daemon is its user
     host = {
         "init": True,
         "read_only": True,
         "tmpfs": {"/tmp": "exec"},  # torch.compile and Triton load what they have compiled there
         "cap_drop": ["ALL"],
-        "security_opt": ["no-new-privileges", *confined],
+        "security_opt": ["no-new-privileges", "label=disable"],  # or SELinux wants other labels on mounts, outside, too
         "userns_mode": "host" if "userns" in security else None,  # mapped users may not write to the run directory
         "mounts": [docker.types.Mount(m.target, m.source, type="bind", read_only=m.is_read_only) for m in mounts],
     }
@@ -221,6 +222,8 @@ def remove(api: docker.APIClient, run: RunDir) -> None:
     deadline = time.monotonic() + _REMOVAL_S
     while left := api.containers(all=True, filters=_labelled(run)):
         for container in left:
+            with suppress(docker.errors.APIError):  # it has ended
+                api.kill(container["Id"])  # Podman removes a running one only after its time to stop
             try:
                 api.remove_container(container["Id"], force=True, v=True)
             except docker.errors.APIError as e:

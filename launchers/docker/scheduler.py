@@ -93,7 +93,8 @@ class DockerLauncher(DetachedLauncher):
 
 
 def _any_runs(found: dict[str, dict[str, Any]]) -> bool:
-    return any(container["State"]["Running"] for container in found.values())
+    """Whether any has a process: one that Podman is stopping does, but counts as not running."""
+    return any(container["State"]["Pid"] for container in found.values())
 
 
 create_scheduler = DockerLauncher.scheduler

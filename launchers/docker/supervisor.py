@@ -50,7 +50,7 @@ class Supervisor:
     def poll(self, api: docker.APIClient) -> bool:
         """Restart dead containers. True when the job is over and its containers have stopped, or had time to."""
         containers = containers_of(api, self.run)
-        stopped = {name: c for name, c in containers.items() if not c["State"]["Running"]}
+        stopped = {name: c for name, c in containers.items() if not c["State"]["Pid"]}
         if self._over_at is None and self._is_over(api, containers):
             self._over_at = time.monotonic()
         if self._over_at is not None:
@@ -85,7 +85,7 @@ class Supervisor:
             judge(self.run, Verdict("infrastructure", "stop", "the coordinator's container was removed"))
             return True
         state = coordinator["State"]
-        if state["Running"] or state["ExitCode"] not in _LEFT:
+        if state["Pid"] or state["ExitCode"] not in _LEFT:
             return False
         verdict = Verdict.read(self.run, self._attempt) if state["ExitCode"] == EXIT_REQUEUE else None
         if verdict is not None:

@@ -51,6 +51,9 @@ def examine(api: docker.APIClient, config: JobConfig) -> Iterator[Finding]:
     cluster, daemon, gpus = cluster_of(config), api.info(), visible_gpus()
     size = f"{daemon['NCPU']} CPUs, {daemon['MemTotal'] / GIB:.1f} GiB"
     yield Finding("daemon", "ok", f"Docker {daemon['ServerVersion']}, {size}")
+    if not daemon.get("MemoryLimit", True):
+        what = "this Docker limits no memory, whatever cluster.memory says"
+        yield Finding("limits", "warning", what, "rootless Docker needs cgroup v2; docker info says more")
     too_few = _gpus(config, daemon, gpus) if accelerator(config) == "cuda" else ()
     yield from findings("GPUs", list(too_few), f"{len(gpus)} on this machine")
     if problems := list(_image(api, cluster)):

@@ -9,12 +9,14 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.docker.containers import translate
+from fsdp_jobs.launchers.docker.validate import examine
 from fsdp_jobs.plan.plan import make_plan
 from fsdp_jobs.run.directory import RunDir
 from tests.jobs import cli
@@ -25,22 +27,37 @@ PLAIN = {"NCPU": 8, "MemTotal": 1 << 36, "CpuCfsQuota": True, "SecurityOptions":
 @pytest.mark.parametrize(
     ("daemon", "overrides", "expected"),
     [
-        ({}, (), {"UsernsMode": None, "NanoCpus": 2_000_000_000, "SecurityOpt": ["no-new-privileges"]}),
-        ({"SecurityOptions": ["name=rootless", "name=cgroupns"], "CpuCfsQuota": False}, (), {"NanoCpus": None}),
-        ({"CpuCfsQuota": False}, ("cluster.cpus=4",), {"NanoCpus": 4_000_000_000}),  # Docker says why it cannot
-        ({"SecurityOptions": ["name=userns"]}, (), {"UsernsMode": "host"}),
-        ({"SecurityOptions": ["name=selinux"]}, (), {"SecurityOpt": ["no-new-privileges", "label=disable"]}),
+        ({}, (), {"user": "1234:1235", "userns_mode": None, "nano_cpus": 2_000_000_000}),
+        ({"SecurityOptions": ["name=rootless"], "CpuCfsQuota": False}, (), {"user": "0:0", "nano_cpus": 0}),
+        ({"Rootless": True}, (), {"user": "0:0"}),
+        ({"Rootless": False}, (), {"user": "1234:1235"}),
+        ({"CpuCfsQuota": False}, ("cluster.cpus=4",), {"nano_cpus": 4_000_000_000}),  # Docker says why it cannot
+        ({"SecurityOptions": ["name=userns"]}, (), {"user": "1234:1235", "userns_mode": "host"}),
     ],
 )
 def test_containers_of_a_daemon_that_limits_or_maps_otherwise(
-    tmp_path: Path, daemon: dict[str, Any], overrides: tuple[str, ...], expected: dict[str, Any]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    daemon: dict[str, Any],
+    overrides: tuple[str, ...],
+    expected: dict[str, Any],
 ) -> None:
-    """Without CPU limits, as rootless on cgroup v1; user namespaces; SELinux, where a label keeps mounts closed."""
+    """Rootless Docker, Podman 4.3 rootless and not, a daemon without CPU limits, user namespaces."""
+    monkeypatch.setattr("os.getuid", lambda: 1234)
+    monkeypatch.setattr("os.getgid", lambda: 1235)
     config = compose_job(["cluster=docker", "cluster.snapshot_mb=0", "nproc_per_node=2", "nodes=1", *overrides])
     request = translate(Job(config, RunDir(tmp_path / "x"), make_plan(config)), {**PLAIN, **daemon}, [])
-    node = request.containers[1]["host_config"]
-    names = {"UsernsMode": "userns_mode", "NanoCpus": "nano_cpus", "SecurityOpt": "security_opt"}
-    assert {key: node.get(names[key]) or None for key in expected} == expected
+    node = request.containers[1]
+    said = {"user": node["user"], **node["host_config"]}
+    assert {key: said[key] for key in expected} == expected
+    assert "label=disable" in said["security_opt"], "SELinux keeps mounts closed, and Podman 4.3 does not say it is on"
+
+
+def test_doctor_says_that_a_daemon_limits_nothing() -> None:
+    """As seen of rootless Docker on cgroup v1, which takes the limits and ignores them."""
+    api = MagicMock(**{"info.return_value": {**PLAIN, "ServerVersion": "20.10.24", "MemoryLimit": False}})
+    warning = [finding for finding in examine(api, compose_job(["cluster=docker"])) if finding.state == "warning"]
+    assert [finding.what for finding in warning] == ["limits"]
 
 
 class _Daemon(http.server.BaseHTTPRequestHandler):

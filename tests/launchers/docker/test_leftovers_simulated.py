@@ -37,13 +37,18 @@ class Daemon:
         return [{"Id": name} for name in self.running]
 
     def inspect_container(self, name: str) -> dict[str, Any]:
-        state = {"Running": self.running[name], "ExitCode": self.exit_code}
+        state = {"Pid": int(self.running[name]), "ExitCode": self.exit_code}
         return {"Id": name, "State": state, "Config": {"Hostname": name}}
 
     def start(self, name: str) -> None:
         if self.disk_is_full:
             raise APIError("500 Server Error", Response(), "write .tmp-hostconfig.json: no space left on device")
         self.running[name] = True
+
+    def kill(self, name: str) -> None:
+        if not self.running[name]:
+            raise APIError("409 Client Error: container is not running", Response())
+        self.running[name] = False
 
     def logs(self, name: str, **_: Any) -> bytes:
         return b"ERROR coordinator cannot work here\nPermissionError: [Errno 13] Permission denied: '/runs/left'\n"
@@ -54,6 +59,7 @@ class Daemon:
             response = Response()
             response.status_code = 409  # as seen: "removal of container ... is already in progress"
             raise APIError("409 Client Error", response)
+        assert not self.running[name], "Podman first gives it `elastic.stop_grace_s` to stop"
         del self.running[name]
         self.removed.append(name)
 
@@ -140,7 +146,7 @@ def test_a_cancel_that_asks_another_docker_than_the_jobs_ends_nothing(
 
 
 def test_containers_that_another_command_is_removing_are_waited_for(tmp_path: Path) -> None:
-    daemon = Daemon(coordinator=False, node_0=False)
+    daemon = Daemon(coordinator=True, node_0=False)
     daemon.are_going = True
     containers.remove(daemon, docker_run(tmp_path))
     assert not daemon.running
