@@ -280,26 +280,43 @@ def _controllers(job: QueuedJob) -> QueuedJob | None:
     return replace(job, slurm_state=state[1]) if state is not None else None
 
 
+@dataclass(frozen=True)
+class Nodes:
+    """The nodes of one kind in a partition."""
+
+    count: int
+    cpus: int
+    memory_mb: int
+    gres: str
+
+
 @dataclass
 class Partition:
-    """Resources and limits of a partition, as sinfo shows them; sizes are those of its largest nodes."""
+    """Resources and limits of a partition, as sinfo shows them."""
 
     name: str
     default: bool
     time: str
     default_time: str = ""  # of a job without a limit; empty: as long as the partition, or a QOS, allows
-    nodes: int = 0
-    cpus: int = 0
-    gres: list[str] = field(default_factory=list)  # of each kind of nodes that have any
-    memory_mb: int = 0
+    kinds: list[Nodes] = field(default_factory=list)
     features: str = ""
     job_nodes: str = "1-infinite"  # of a job
     hosts: list[str] = field(default_factory=list)  # hostlists
 
     @property
+    def nodes(self) -> int:
+        return sum(kind.count for kind in self.kinds)
+
+    @property
+    def cpus(self) -> int:
+        return max((kind.cpus for kind in self.kinds), default=0)
+
+    @property
     def size(self) -> str:
         """The resources of its largest nodes, in words."""
-        return f"{self.cpus} CPUs, {self.memory_mb} MB, {' or '.join(self.gres) or 'no GPUs counted'}"
+        memory_mb = max((kind.memory_mb for kind in self.kinds), default=0)
+        gres = " or ".join(dict.fromkeys(kind.gres for kind in self.kinds if kind.gres != "(null)"))
+        return f"{self.cpus} CPUs, {memory_mb} MB, {gres or 'no GPUs counted'}"
 
 
 def partitions() -> list[Partition]:
@@ -310,18 +327,14 @@ def partitions() -> list[Partition]:
     """
     by_name: dict[str, Partition] = {}
     columns = "--format=%P|%D|%c|%G|%m|%l|%f|%L|%s|%N"
-    for line in recent("sinfo", "--all", "--noconvert", "--noheader", columns).splitlines():
+    for line in recent("sinfo", "--all", "--exact", "--noconvert", "--noheader", columns).splitlines():
         if len(fields := line.split("|")) != 10:  # of a site's wrapper; each other one describes nodes of one kind
             continue
         name, nodes, cpus, gres, memory_mb, limit, features, default, size, hosts = fields
         partition = by_name.setdefault(
             name, Partition(name.rstrip("*"), name.endswith("*"), limit, default.replace("n/a", ""))
         )
-        partition.nodes += int(nodes)
-        partition.cpus = max(partition.cpus, int(cpus.rstrip("+")))
-        partition.memory_mb = max(partition.memory_mb, int(memory_mb.rstrip("+")))
-        if gres not in (*partition.gres, "(null)"):
-            partition.gres.append(gres)
+        partition.kinds.append(Nodes(int(nodes), int(cpus), int(memory_mb), gres))
         partition.features, partition.job_nodes = features, size
         partition.hosts.append(hosts)
     return list(by_name.values())
@@ -349,9 +362,10 @@ def site_chooses() -> bool:
     return any(plugin not in ("(null)", "") for plugin in plugins)
 
 
-def gpus_in(gres: str) -> int:
-    """Return the number of GPUs, of all types, in a node's resources: `gpu:a100:4(S:0-1),nvme:1`; 0 for `(null)`."""
-    return sum(map(int, re.findall(r"\bgpu:(?:[^:,()]+:)?(\d+)(?=[,(]|$)", gres)))
+def gpus_in(gres: str, kind: str = "") -> int:
+    """Return how many GPUs, of one type or of all, a node's resources have: `gpu:a100:4(S:0-1),nvme:1`, or `(null)`."""
+    of_kind = f"{re.escape(kind)}:" if kind else "(?:[^:,()]+:)?"
+    return sum(map(int, re.findall(rf"\bgpu:{of_kind}(\d+)(?=[,(]|$)", gres)))
 
 
 def seconds(time: str) -> float:

@@ -116,17 +116,20 @@ def check_with_slurm(job: Job, script: str, margin_s: int, count: int) -> list[P
 
 
 def _can_hold(partition: client.Partition, job: Job) -> bool:
-    """Whether a partition's nodes, if all were up, have the resources that our keys request."""
+    """Whether enough nodes of a partition, if all were up, have the resources that our keys request."""
     cluster, trainer = cluster_of(job.config), job.role("trainer")
-    gpus = max(map(client.gpus_in, partition.gres), default=0)
-    wanted = client.gpus_in(f"gpu:{cluster.gpus_per_node or trainer.resource.gpu}")
+    cpus = cluster.cpus_per_task or trainer.resource.cpu
+    are_counted = "gpu" in client.settings().get("GresTypes", "")
+    wanted = str(cluster.gpus_per_node or trainer.resource.gpu) if are_counted else ""
+    gpus = re.findall(r"(?:^|,)(?:([^:,]+):)?(\d+)(?=,|$)", wanted)
     mem = re.fullmatch(r"(\d+)([KMGT]?)", cluster.mem or "0", re.IGNORECASE)
     mem_mb = int(mem[1]) * 1024.0 ** ("KMGT".index(mem[2].upper() or "M") - 1) if mem else 0
-    return (
-        least_nodes(job.config) <= partition.nodes
-        and (cluster.cpus_per_task or trainer.resource.cpu) <= partition.cpus
-        and (not gpus or wanted <= gpus)
-        and mem_mb <= partition.memory_mb
+    return least_nodes(job.config) <= sum(
+        nodes.count
+        for nodes in partition.kinds
+        if cpus <= nodes.cpus
+        and mem_mb <= nodes.memory_mb
+        and all(int(count) <= client.gpus_in(nodes.gres, kind) for kind, count in gpus)
     )
 
 

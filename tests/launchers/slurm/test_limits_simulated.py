@@ -194,20 +194,29 @@ def test_a_job_that_only_has_to_wait_is_no_bad_job(site: Site) -> None:
 
 
 def test_partitions_of_large_and_mixed_nodes_are_read(site: Site) -> None:
-    """Nodes of 1536 CPUs, which sinfo calls 1.50K unless told, and GPUs of several types in one node."""
-    flags = "case \"$*\" in *--all*--noconvert*) echo '{}';; *) echo '{}';; esac"
+    """Unless told, sinfo calls 1536 CPUs 1.50K, and nodes of 16 and of 64 together 16+. Some have GPUs of two types."""
+    flags = "case \"$*\" in *--all*--exact*--noconvert*) echo '{}';; *) echo '{}';; esac"
     plain = "huge*|1|1536|gpu:2g.10gb:2(S:0),gpu:3g.20gb:2(S:1)|1|infinite|x|n/a|1-1024|n1"
     site.say("sinfo", flags.format(plain, plain.replace("1536", "1.50K").replace("1024", "1K")))
     (huge,) = client.partitions()
-    assert (huge.cpus, huge.job_nodes, client.gpus_in(*huge.gres)) == (1536, "1-1024", 4)
+    assert (huge.cpus, huge.job_nodes, client.gpus_in(huge.kinds[0].gres)) == (1536, "1-1024", 4)
     client.forget()
     site.sinfo(
-        "p*|2|8|gpu:h100:8(S:0-1),nvme:1|1|1:00:00|x|n/a|1-2|n[1-4]", "p*|2|8|gpu:t4:1|1|1:00:00|x|n/a|1-2|n[1-4]"
+        "p*|2|64|gpu:h100:8(S:0-1),nvme:1|9000|1:00:00|x|n/a|1-4|n[1-2]",
+        "p*|1|16|gpu:h100:8(S:0-1),nvme:1|4000|1:00:00|x|n/a|1-4|n3",
+        "p*|1|16|gpu:t4:1,gpu:a100:3|9000|1:00:00|x|n/a|1-4|n4",
     )
-    assert client.partitions()[0].gres == ["gpu:h100:8(S:0-1),nvme:1", "gpu:t4:1"]
-    site.say("sbatch", 'echo "allocation failure: Invalid generic resource (gres) specification" >&2; exit 1')
-    assert "MB, gpu:h100:8(S:0-1),nvme:1 or gpu:t4:1" in site.refuses("cluster.time=30")
-    assert [client.gpus_in(f"gpu:{kind}") for kind in ("1g.10gb:7(S:0)", "7g.80gb", "h100", "2")] == [7, 0, 0, 2]
+    site.say("sbatch", NO_NODES)
+
+    def refused(asked: str) -> str:
+        keys = ("nodes", "cluster.gpus_per_node", "cluster.cpus_per_task", "cluster.mem")
+        job = [f"{key}={value!r}" for key, value in zip(keys, asked.split(), strict=False)]
+        return site.refuses("cluster.time=30", "nproc_per_node=1", *job)
+
+    for may_wait in ("3:4 h100:8", "1 a100:3,t4:1", "4 3", "2 8 64", "3 1 16 8G"):
+        assert not refused(may_wait), may_wait
+    for never in ("4 h100:8", "2 a100:3", "1 b200:1", "4 3 17", "3 8 64", "4 1 16 8G"):
+        assert "MB, gpu:h100:8(S:0-1),nvme:1 or gpu:t4:1,gpu:a100:3" in refused(never), never
 
 
 @pytest.mark.parametrize(

@@ -205,13 +205,13 @@ def test_a_job_that_nobody_knows_is_none(slurm: Path) -> None:
 def test_a_partition_is_the_sum_of_its_kinds_of_nodes_with_the_sizes_of_the_largest(slurm: Path) -> None:
     lines = [
         "Welcome to our cluster | maintenance on Monday",
-        "gpu*|2|96|gpu:8|1000+|1-00:00:00|h100|1:00:00|1-infinite|n1",
-        "gpu*|3|128+|(null)|500|1-00:00:00|h100|1:00:00|1-infinite|n1",
+        "gpu*|2|96|gpu:8|1000|1-00:00:00|h100|1:00:00|1-infinite|n1",
+        "gpu*|3|128|(null)|500|1-00:00:00|h100|1:00:00|1-infinite|n1",
         "cpu|1|4|(null)|8|1:00|x|n/a|1-2|n9",
     ]
     say(slurm, "sinfo", queue(*lines))
     gpu, cpu = client.partitions()
-    assert (gpu.name, gpu.nodes, gpu.cpus, gpu.gres, gpu.memory_mb) == ("gpu", 5, 128, ["gpu:8"], 1000)
+    assert (gpu.name, gpu.nodes, gpu.size) == ("gpu", 5, "128 CPUs, 1000 MB, gpu:8")
     assert (gpu.job_nodes, cpu.job_nodes) == ("1-infinite", "1-2")
     assert (gpu.default_time, cpu.default_time) == ("1:00:00", "")
     assert [client.partitions_of(names)[0] for names in (None, "cpu")] == [gpu, cpu]
