@@ -27,7 +27,7 @@ _VARIABLES = {  # sbatch's variables whose names differ from their options
 _ONE_OF = (  # options that ask for the same in other words
     {"mem", "mem-per-cpu", "mem-per-gpu"},
     {"cpus-per-task", "cpus-per-gpu"},
-    {"gpus", "gpus-per-node", "gpus-per-task"},
+    {"gpus", "gpus-per-node", "gpus-per-task", "gres"},
 )
 OF_A_JOB = {  # options that do not apply to a companion, a job of one more node
     *("array", "begin", "comment", "deadline", "dependency", "error", "exclude", "export", "gpus", "hold", "job-name"),

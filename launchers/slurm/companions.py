@@ -94,6 +94,7 @@ class Companions:
         options = [
             f"--chdir={as_written('.')}",
             "--nodes=1",
+            "--ntasks=1",
             "--no-requeue",
             f"--job-name={name}",
             f"--output={str(folder).replace('%', '%%')}/companion-%j.out",

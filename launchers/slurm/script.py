@@ -229,7 +229,8 @@ def _resources(cluster: SlurmClusterConfig, trainer: Role, site: Site) -> Iterat
         yield site.gpu_option.replace("{}", str(gpus))
     if cluster.exclusive:
         yield "--exclusive"
-    if cluster.cpus_per_task is not None or not cluster.exclusive:
+    by_gpu = any(option.startswith("--cpus-per-gpu") for option in map(long_form, cluster.extra))
+    if cluster.cpus_per_task is not None or not (cluster.exclusive or by_gpu):
         yield f"--cpus-per-task={cluster.cpus_per_task or trainer.resource.cpu}"
 
 

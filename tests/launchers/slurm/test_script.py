@@ -146,6 +146,14 @@ def test_nodes_excluded_by_an_option_stay_so_at_each_requeue_and_one_node_more_a
     assert made.submit == ["--gpus-per-node=8", "--exclusive", "--qos=high"]
 
 
+def test_cpus_are_requested_once() -> None:
+    """SLURM refuses --cpus-per-gpu beside --cpus-per-task."""
+    shared = rendered(TREE, ["cluster.exclusive=false"])
+    assert "--cpus-per-task=8" in shared
+    by_gpu = rendered(TREE, ["cluster.exclusive=false", "cluster.extra=['--cpus-per-gpu 4']"])
+    assert "#SBATCH --cpus-per-gpu=4" in by_gpu and "--cpus-per-task" not in by_gpu
+
+
 def test_what_the_user_requires_is_not_excluded_and_files_list_hosts(tmp_path: Path) -> None:
     """SLURM 22.05 lets a job wait for ever (BadConstraints) that requires and excludes a host, or refuses it."""
     listed = tmp_path / "left-out"

@@ -164,9 +164,9 @@ def test_a_home_that_lies_elsewhere_on_the_nodes_is_used_by_its_name(lab: Lab, f
 def test_a_controller_that_is_away_silences_nothing_and_harms_nothing(lab: Lab, folder: Path, seconds: int) -> None:
     """Not the job, and not the companion that has taken the place of a lost node, with the site's own options.
 
-    They request the GPUs of all nodes in one number, too, of which a step of one node must know nothing.
+    They request the GPUs of all nodes in one number, too, of which a step of one node must know nothing, and of tasks.
     """
-    own = "cluster.extra=['--nice=7','--gpus-per-node=8','-G16']"
+    own = "cluster.extra=['--nice=7','--gpus-per-node=8','-G16','--gpus-per-task=8']"
     with slurm_job(lab, folder, "away", "nodes=1:2", ONE_RANK, own, *QUICK, *ENDLESS) as job:
         job.until_attempt(0)
         job.until(lambda: job.rounds()[-1]["world_size"] == 2, "both nodes")

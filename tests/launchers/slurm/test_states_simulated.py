@@ -350,6 +350,7 @@ def test_no_variable_of_a_user_makes_one_job_several_or_lets_its_submission_wait
     kept = client.own_environment(user, "#!/bin/bash\n#SBATCH --time=30\n#SBATCH --cpus-per-task=2\n#SBATCH --mem=0\n")
     assert kept.pop("SBATCH_GPUS") == "1", "nothing in the script asks for GPUs"
     assert kept == {"SBATCH_PARTITION": "long", "SLURM_CONF": "/etc/slurm.conf"}
+    assert not client.own_environment({"SBATCH_GRES": "gpu:1"}, "#SBATCH --gpus-per-node=8\n"), "sbatch would take it"
 
 
 @pytest.mark.parametrize(("state", "runs"), [("RUNNING", True), ("SUSPENDED", True), ("COMPLETING", False)])
