@@ -47,7 +47,7 @@ _ACCOUNTING_AGE_S = 10.0  # for which an answer of sacct is reused, for jobs tha
 # SLURM's states. A job in any other state has nodes.
 _STATES = {
     **dict.fromkeys(("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT"), State.QUEUED),
-    "RESV_DEL_HOLD": State.QUEUED,
+    **dict.fromkeys(("RESV_DEL_HOLD", "CONFIGURING"), State.QUEUED),
     "COMPLETED": State.DONE,
     "CANCELLED": State.STOPPED,
     "REVOKED": State.SILENT,  # another cluster of the federation has the job
@@ -193,6 +193,11 @@ class QueuedJob:
         return self.slurm_state in ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING")
 
     @property
+    def is_completing(self) -> bool:
+        """Whether SLURM ends its last processes, and runs the site's epilog, which may take minutes."""
+        return self.slurm_state == "COMPLETING"
+
+    @property
     def state(self) -> State:
         return _STATES.get(self.slurm_state, State.RUNNING)
 
@@ -305,6 +310,12 @@ class Partition:
 
     @property
     def nodes(self) -> int:
+        """How many there are, with those of a cloud that are powered down, which sinfo hides."""
+        total = re.search(r" TotalNodes=(\d+)", shown(self))
+        return int(total[1]) if total else self.listed
+
+    @property
+    def listed(self) -> int:
         return sum(kind.count for kind in self.kinds)
 
     @property
@@ -314,6 +325,8 @@ class Partition:
     @property
     def size(self) -> str:
         """The resources of its largest nodes, in words."""
+        if not self.listed:
+            return "sizes that SLURM does not show while they are powered down"
         memory_mb = max((kind.memory_mb for kind in self.kinds), default=0)
         gres = " or ".join(dict.fromkeys(kind.gres for kind in self.kinds if kind.gres != "(null)"))
         return f"{self.cpus} CPUs, {memory_mb} MB, {gres or 'no GPUs counted'}"

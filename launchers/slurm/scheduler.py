@@ -186,7 +186,7 @@ class SlurmLauncher(Launcher):
             _wait_while(running, lambda job: job.is_started)
         if jobs:
             client.call("scancel", "--quiet", *(job.id for job in jobs))
-            _wait_while(jobs, lambda job: job.state.is_active)
+            _wait_while(jobs, lambda job: job.state.is_active and not job.is_completing)
         for job in jobs:
             if (run := runs[job.id]) is not None:
                 judge(run, KILLED if job in running else WITHDRAWN)
@@ -243,7 +243,7 @@ def _describe(app_id: str, job: client.QueuedJob | None, run: RunDir | None) -> 
         return Description(job.state, _message(job)) if job is not None else None
     job = job if job is None or job.is_of(run) else None
     state, message = (job.state, _message(job)) if job is not None else _forgotten(run, app_id)
-    if not state.is_active:
+    if not state.is_active or (job is not None and job.is_completing and Verdict.final(run) is not None):
         state, message = _end(run, job, state, message)
     return Description(state, message)
 
@@ -271,7 +271,7 @@ def _message(job: client.QueuedJob) -> str:
     """Return what the user may not expect of a job in its state."""
     if job.slurm_state == "RUNNING":
         return ""
-    if job.state is State.QUEUED:
+    if job.state is State.QUEUED and job.slurm_state != "CONFIGURING":
         when = f"starts about {job.start.replace('T', ' ')}" if job.start not in ("", "N/A") else "start not known yet"
         told = next((meaning for word, meaning in _REASONS.items() if job.reason.startswith(word)), "")
         meaning = f": {told.format(id=job.id)}" if told else ""

@@ -124,7 +124,7 @@ def _can_hold(partition: client.Partition, job: Job) -> bool:
     gpus = re.findall(r"(?:^|,)(?:([^:,]+):)?(\d+)(?=,|$)", wanted)
     mem = re.fullmatch(r"(\d+)([KMGT]?)", cluster.mem or "0", re.IGNORECASE)
     mem_mb = int(mem[1]) * 1024.0 ** ("KMGT".index(mem[2].upper() or "M") - 1) if mem else 0
-    return least_nodes(job.config) <= sum(
+    return least_nodes(job.config) <= partition.nodes - partition.listed + sum(
         nodes.count
         for nodes in partition.kinds
         if cpus <= nodes.cpus

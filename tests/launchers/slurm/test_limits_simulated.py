@@ -193,6 +193,19 @@ def test_a_job_that_only_has_to_wait_is_no_bad_job(site: Site) -> None:
     assert site.refuses(*job, "cluster.reservation=next_week") == "", "it begins later"
 
 
+def test_nodes_of_a_cloud_that_are_powered_down_are_counted(site: Site) -> None:
+    """Unless PrivateData names `cloud`, sinfo hides them, and a partition without others has none."""
+    shown = "PartitionName=short\n   MaxNodes=2\n   State=UP TotalCPUs=16 TotalNodes=4\n"
+    site.say("scontrol", f"[ $2 = config ] && cat {site.folder}/config || echo '{shown}'")
+    site.sinfo("short*|0|0|(null)|0|1:00:00||30:00|1-infinite|")
+    site.say("sbatch", NO_NODES)
+    assert not site.refuses("nodes=4") and "partition short has 4 nodes" in site.refuses("nodes=5")
+    site.say("sacct", "exit 1")
+    site.config({**CONFIG, "PreemptType": "preempt/qos"})
+    partition = list(examine(compose_job(["cluster=slurm"])))[1]
+    assert partition.state == "ok" and partition.fact.startswith("short: 4 nodes"), partition
+
+
 def test_partitions_of_large_and_mixed_nodes_are_read(site: Site) -> None:
     """Unless told, sinfo calls 1536 CPUs 1.50K, and nodes of 16 and of 64 together 16+. Some have GPUs of two types."""
     flags = "case \"$*\" in *--all*--exact*--noconvert*) echo '{}';; *) echo '{}';; esac"

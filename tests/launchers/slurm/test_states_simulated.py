@@ -79,10 +79,13 @@ def test_one_squeue_serves_all_jobs_and_no_state_is_a_surprise(slurm: Path) -> N
         "5_7": ("RUNNING", State.RUNNING),
         "6": ("NODE_FAIL", State.FAILED),
         "7": ("REQUEUE_FED", State.QUEUED),
+        "8": ("CONFIGURING", State.QUEUED),
     }
     say(slurm, "squeue", queue(*(f"{i}|{word}|Priority|N/A|node1|node1|{i}" for i, (word, _) in answers.items())))
     assert {i: state(i) for i in answers} == {i: expected for i, (_, expected) in answers.items()}
     assert (slurm / "calls").read_text() == "squeue\n"
+    (boots,) = SlurmLauncher().describe(["8"])
+    assert boots is not None and boots.message == "SLURM job 8 is CONFIGURING on node1"
 
 
 def test_a_job_that_another_cluster_of_a_federation_has_is_no_stopped_one(slurm: Path) -> None:
@@ -96,6 +99,20 @@ def test_a_job_that_another_cluster_of_a_federation_has_is_no_stopped_one(slurm:
     Verdict("done", "stop", "all 5 steps are done").write(run, 0)
     (described,) = describe(["slurm_fsdp://lab/7"]).values()
     assert has_ended(run, described)
+
+
+def test_a_job_with_a_verdict_has_ended_while_its_nodes_run_a_long_epilog(slurm: Path) -> None:
+    say(slurm, "squeue", queue("7|COMPLETING|None|N/A|node1|node1|7"))
+    known_run(slurm, "7", Verdict("preempted", "requeue", "saved"))
+    run = RunDir(slurm / "runs" / "a")
+    for decision, ended in (("requeue", False), ("stop", True)):
+        Verdict("preempted", decision, "saved").write(run, 0)
+        (described,) = describe(["slurm_fsdp://lab/7"]).values()
+        assert has_ended(run, described) == ended, described
+    say(slurm, "scancel", "")
+    began = time.monotonic()
+    SlurmLauncher().cancel(["7"])
+    assert time.monotonic() - began < 5, "it is not waited for"
 
 
 def test_a_held_job_comes_with_its_cure(slurm: Path) -> None:
