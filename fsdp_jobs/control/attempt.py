@@ -1,4 +1,4 @@
-"""State of an attempt and its rounds, and the decision after a round has failed. No torch, no network."""
+"""The coordinator's state of an attempt and its rounds, and its decision after a round broke. No torch, no network."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ class Round:
     number: int = -1
     term: int = 0  # the number over all attempts of the run
     size: int = 0  # nodes
-    shard_group: int = 0  # 0 before the first
+    shard_group: int = 0  # ranks; 0 before the first round
     hosts: dict[int, str] = field(default_factory=dict)  # node -> machine
-    head: str = ""  # id of the agent of its first node, which names the address where its ranks meet
+    head: str = ""  # id of its first node's agent, which chooses the address where its ranks meet
     began_at: float = 0.0
     first_step: int = 0  # steps done when it began
     running: bool = False
     has_met: bool = False  # its nodes know where its ranks meet
     is_adopted: bool = False  # it began under an earlier coordinator
     has_reports: bool = False  # some rank has reported a step
-    has_trained: bool = False  # some rank has done one after it was restored
+    has_trained: bool = False  # some rank has completed a step since it was restored
     saves: bool = False  # some rank can save checkpoints
     has_gaps: bool = False  # ranks of some node have ended, so the others cannot complete a step
     has_cuts: bool = False  # a node was lost because its machine could not be reached
@@ -52,19 +52,19 @@ class Round:
     requested: Request = Request.NONE
     parked_for: str = ""  # why it was parked; empty: nodes join or leave
     leaving: set[int] = field(default_factory=set)  # nodes that received a stop signal
-    is_over: bool = False  # all had parked, or report nothing: it has ended as planned
+    is_over: bool = False  # it ended as planned: all ranks had parked, or none reports steps
     not_needed: set[str] = field(default_factory=set)  # ids of waiting agents that would not add a usable node
     broken_at: float | None = None  # when it broke; None again once it is judged
-    failed_at: float = 0.0  # when the failure happened that broke it, or its ranks stood still
+    failed_at: float = 0.0  # when the failure that broke it happened, or its ranks stopped advancing
     broken_why: str = ""
     failures: list[Failure] = field(default_factory=list)
     lost: dict[int, str] = field(default_factory=dict)  # node -> how
-    ended: dict[int, int] = field(default_factory=dict)  # node -> the last step of its ranks that trained no more
-    left: int = 0  # nodes that are gone after their ranks had ended
+    ended: dict[int, int] = field(default_factory=dict)  # node -> last step of ranks that ended while others trained
+    left: int = 0  # nodes that disconnected after their ranks had ended
     culprit: int | None = None  # node that held up the others, was the only one lost, or has wrong state
     excludes: bool = False  # exclude the culprit's machine at once
     has_stalled: bool = False
-    stood_still: bool = False  # with the whole job, so that its ranks' leases ran out
+    stood_still: bool = False  # the coordinator did not run for longer than a lease, as in a suspended job
 
     @property
     def was_long(self) -> bool:
@@ -73,7 +73,7 @@ class Round:
 
     @property
     def was_planned(self) -> bool:
-        """Whether it broke because it was parked; what nodes that leave have brought about belongs to that."""
+        """Whether it broke because it was parked; failures that leaving nodes caused do not count."""
         if self.requested is not Request.PARK or self.has_stalled:
             return False
         failed = [f for f in self.failures if not f.is_request and f.node not in self.leaving]
@@ -99,7 +99,7 @@ class Attempt:
         self.verdict: Verdict | None = None
         self.closed_at: float | None = None  # when the verdict was written and sent to the agents
         self.is_superseded = False  # another coordinator has taken over: this one must not record or decide
-        self.in_charge_until = math.inf  # no other begins a round before; past while storage is away
+        self.in_charge_until = math.inf  # until then no other begins a round; past while storage does not answer
         self.stop_reason: str | None = None
         self.is_cancelled = False  # the user has asked to stop
         self.stop_by = 0.0  # when a requested stop must be over, on the monotonic clock
@@ -109,10 +109,10 @@ class Attempt:
         history = list(events.read_events(run))
         self.budget = Budget(self.elastic.max_failures_without_progress, history)
         self.machines = Machines(self.elastic.exclude_after, self.elastic.exclude_for_s, history)
-        self.term_seen = 0  # the newest in the records, or reported by an agent for itself or its snapshots
+        self.term_seen = 0  # the newest in the events, or known to an agent or its snapshots
         self.excluded = run.excluded_hosts()  # machine -> why
-        self._just_excluded = False  # since the newest `Requests`: the next may have been read before
-        self._may_adopt = True  # until it forms or breaks a round: an earlier coordinator may have died
+        self._just_excluded = False  # the next `Requests` may have been read before the exclusion
+        self._may_adopt = True  # until it forms or breaks a round: an earlier coordinator's may still run
         self._warned = ""  # the last warning
         self.guards: list[Guard] = [made(self) for made in guards_in("control")]
         may_run: set[str] = set()  # machines where ranks of an earlier coordinator may run
@@ -217,10 +217,10 @@ class Attempt:
         self.agents.send(messages.Break(current.number))
 
     def _on_blocked(self, seconds: float, now: float) -> None:
-        """End the round if its ranks were without an answer for longer than they may run: no failure of theirs."""
+        """End the round if this process did not run for longer than a lease: ranks had to stop, without a failure."""
         current = self.round
         if seconds > lease_s(self.elastic) and (current.running or current.broken_at is not None):
-            why = f"the job stood still for {seconds:.0f} s, as when it is suspended, and its ranks may not run on"
+            why = f"the job stood still for {seconds:.0f} s, as when it is suspended: its ranks' leases have expired"
             self.break_round(why, now, now - seconds)
             current.broken_why, current.stood_still = why, True
 
@@ -230,7 +230,7 @@ class Attempt:
         broken.broken_at, failed_at = None, time.time() - (now - broken.failed_at)
         failures, was_planned = broken.failures, broken.was_planned
         if failures and all(f.is_request for f in failures) and not was_planned and self.stop_reason is None:
-            if not broken.was_long:  # the ranks left unasked, and may do so again
+            if not broken.was_long:  # the ranks left without a request, and may do so again
                 self.close(self.budget.requeue(failures[0].describe()), now)
                 return
             self.stop_reason = failures[0].describe()
@@ -289,7 +289,7 @@ class Attempt:
         elif self.config.is_program and self.round.size and not self.round.has_reports:
             saved = "the program received SIGTERM"
             if decision == "requeue":
-                saved += "; it begins again at what it has saved by itself, or at zero: job.checkpointer saves for it"
+                saved += "; it starts again from what it saved itself, or from zero: job.checkpointer can save for it"
         elif self.config.is_program and self.round.has_reports and not self.round.saves:
             saved = "job.checkpointer has saved nothing"
         else:

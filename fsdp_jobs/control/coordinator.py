@@ -25,7 +25,7 @@ from fsdp_jobs.run.term import Fenced
 from fsdp_jobs.run.verdict import EXIT_REQUEUE, Verdict
 
 _SETTLE_S = 1.0  # after the first sign of a failure, to receive the reports that show the cause
-_STOPS_S = 60.0  # after which an agent that has not stopped its ranks is not waited for
+_STOPS_S = 60.0  # to wait for an agent to stop its ranks, before a round forms without it
 _BLOCKED_S = 1.0  # if a tick is this late, this process was blocked, and the agents' messages are queued
 
 
@@ -68,7 +68,7 @@ class Coordinator(Attempt):
         if other is not None and other.id != agent.id:
             is_saving = other.in_round and self.stop_reason is not None and self.verdict is None
             if is_saving or now - other.heard <= patience_s:
-                return False  # it connects again
+                return False  # it will try again
             self.on_gone(other, f"node {other.node} was silent and has been replaced", now)
         before = self.agents.get(agent.id)
         self.agents.add(agent)
@@ -125,7 +125,7 @@ class Coordinator(Attempt):
                 current.has_reports = True
                 if report.phase == Phase.STARTING:  # restored
                     current.first_step = report.step
-                elif not current.has_trained:  # maybe from an older checkpoint than the newest on record
+                elif not current.has_trained:  # ranks may have restored an older checkpoint than the newest on record
                     current.has_trained, self.step, self.committed = True, 0, -1
                     current.first_step = min(current.first_step, report.step)
             self.step, self.committed = max(self.step, report.step), max(self.committed, report.committed)
@@ -150,7 +150,7 @@ class Coordinator(Attempt):
         if not reports or self.verdict is not None:
             return
         if current.running and not (agent.in_round or current.is_adopted):
-            return  # of an earlier round, which went on without this node
+            return  # of an earlier round; the current one runs without this node
         if current.stops_by_signal:
             agent.ended = True  # the signal ended its ranks; others may still be saving
             return
@@ -160,7 +160,7 @@ class Coordinator(Attempt):
         why = " and ".join(f.describe() for f in reports)
         if current.running:
             self.break_round(why, now)
-        elif current.broken_at is None and self._may_adopt:  # it happened without a coordinator, and counts too
+        elif current.broken_at is None and self._may_adopt:  # failures without a coordinator count, too
             current.broken_at = current.failed_at = now
             current.broken_why, self._may_adopt = why, False
         current.failed_at = min(current.failed_at, now - max(f.waited_s for f in reports))
@@ -265,11 +265,11 @@ class Coordinator(Attempt):
         late = [a.name for a in self.agents.values() if not a.ready]  # they are still stopping their ranks
         are_all_ready = not late or now - self.formation.since > _STOPS_S
         if late and are_all_ready:
-            self.warn(f"not waiting any more for {listed(late, 4)}, whose ranks do not stop")
+            self.warn(f"no longer waiting for {listed(late, 4)}: their ranks do not stop")
         if self.formation.is_complete(len(ready), are_all_ready, self.round.number < 0, self._may_adopt, now):
             are_fenced = self.round.saves and self.round.has_gaps and not self.config.is_program
             if self.leases.running(now, are_fenced):
-                self.warn("waiting until no rank of the round before can run any more")
+                self.warn("waiting until no rank of the previous round can still run")
             else:
                 self._form(ready, now)
         elif (wait_s := self.formation.waited_in_vain_s(len(ready), bool(self._exclusion), now)) is not None:

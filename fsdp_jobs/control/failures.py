@@ -36,7 +36,7 @@ class Cause:
 
 
 def find_cause(broken: Round, silent: set[int]) -> Cause:
-    """Find the failure that most likely broke a round: the first that is no victim of another.
+    """Find the failure that most likely broke a round: the first that no other failure caused.
 
     Reports count in order of arrival, because clocks of different machines are not compared. The nodes in `silent` are
     lost, or may be.
@@ -51,7 +51,7 @@ def find_cause(broken: Round, silent: set[int]) -> Cause:
     if first is None or first.is_victim or (broken.culprit is not None and not first.error):
         return Cause(broken.broken_why, node=broken.culprit)  # failures are consequences: the cause died with its node
     alike = {f.node for f in real if f.exit_code == first.exit_code and f.problem == first.problem}
-    if first.has_aborted:  # maybe because of them
+    if first.has_aborted:  # the silent nodes may be why
         alike |= silent
     return Cause(first.describe(), first, first.node if first.may_be_the_machines and len(alike) == 1 else None)
 

@@ -14,10 +14,10 @@ from fsdp_jobs.run.protocol import lease_s, unreachable_s
 from fsdp_jobs.run.term import ROUND, Fenced, claim
 
 _T = TypeVar("_T")
-CHARGE_S = 5.0  # after a look for newer coordinators that found none, in which none begins a round
+CHARGE_S = 5.0  # after a look that found no newer coordinator; until then no newer one begins a round
 _CLOCKS, _KILL_S = 1.05, 1.0  # margins on a lease: clock drift (a factor), and time to kill ranks
 _RECORD_S = 0.2  # for a rank to write a line after it checked that it may
-_SOON_S = 0.02  # a wait this short for a thread is not noticed
+_SOON_S = 0.02  # agents do not notice a wait this short
 _PATIENCE_S = 5.0  # to wait for a store's answer, and between a failed claim and the next
 
 
@@ -78,7 +78,7 @@ class Terms:
         self._patient_until = -inf
 
     def next(self, last: int, seen: int, now: float) -> int | None:
-        """Return the term for the round after `last` (0: not known), the same one until `use`.
+        """Return the term of the round after that of term `last` (0: not known), the same until `use`.
 
         It is also greater than `seen`. Returns None until it is claimed; `problem` says why.
 

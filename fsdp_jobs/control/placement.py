@@ -41,9 +41,9 @@ class ConnectedAgent(Agent):
     in_round: bool = False
     ended: bool = False
     beat: Beat = field(default_factory=Beat)  # the newest; no ranks in it if none run
-    step: int = -1  # of its rank that has done the fewest
+    step: int = -1  # the lowest of its ranks
     phases: set[int] = field(default_factory=set)  # of its ranks; none before the first beat
-    last_step: int | None = None  # of its ranks that train no more; None: all do
+    last_step: int | None = None  # the highest of its ranks that no longer train; None: all train
 
     @property
     def name(self) -> str:
@@ -75,7 +75,7 @@ def hostlist_of(hosts: Sequence[str]) -> str:
 
 
 class Agents(dict[str, ConnectedAgent]):
-    """The connected agents, by id. No method looks at the single ranks, and no message needs a look at all agents."""
+    """The connected agents, by id. Methods do not loop over ranks, and a beat causes no loop over agents."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Agents(dict[str, ConnectedAgent]):
     def doubtful(self, silent_since: float, heard_since: float) -> list[tuple[ConnectedAgent, bool]]:
         """Return agents that are silent, or whose machine cannot be reached.
 
-        Each with whether most other machines were heard over the network; if not, the coordinator may be cut off.
+        For each: whether most other machines were heard over the network; if not, the coordinator may be cut off.
         """
         found = [a for a in self.values() if a.is_unreachable or a.heard < silent_since]
         machines, heard = self.machines(heard_since) if found else (set[str](), set[str]())
@@ -141,7 +141,7 @@ class Formation:
         self.since, self._enough_since = now, None
 
     def is_complete(self, ready: int, are_all_ready: bool, is_first: bool, is_new: bool, now: float) -> bool:
-        """Whether the maximum is ready, or for the join window all agents and at least the minimum."""
+        """Whether the maximum of nodes is ready, or the minimum for the join window and no agent is late."""
         if ready < self.min_nodes:
             self._enough_since = None
             return False
@@ -176,7 +176,7 @@ class RoundPlanner:
         A call with other arguments discards the earlier plan.
 
         Args:
-            shard_group: of the round before, 0 for the first.
+            shard_group: of the previous round, 0 for the first.
 
         Raises:
             BadInput: the sharding cannot be formed on these nodes.

@@ -1,4 +1,4 @@
-"""What users ask of a running job by files in its run directory. No torch."""
+"""What users ask of a running job by files in its run directory; the coordinator reads them. No torch."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Requests:
 
 
 def read_requests(run: RunDir, has_ranks: bool) -> Requests:
-    """Read the files, in a thread, because the file system may hang. A request to save waits until there are ranks.
+    """Read the files. Call it in a thread: the file system may hang. A request to save waits until there are ranks.
 
-    A listing shows new files: that one is missing an NFS client may answer from its cache, for a minute.
+    It lists the folder, which shows new files: asked for one file, an NFS client may say "missing" for a minute.
     """
     found, there = Requests(run.excluded_hosts()), set[Path]()
     try:

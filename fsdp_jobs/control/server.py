@@ -2,8 +2,8 @@
 
     python -m fsdp_jobs.control.server RUN_DIR
 
-Training ranks do not need it: if this process dies they continue, and a new one adopts the round from the agents'
-`Hello`s.
+The launcher starts one per attempt. If it dies, ranks continue until their leases expire; a new one adopts the round
+from the agents' `Hello`s.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fsdp_jobs.run.verdict import EXIT_FAILED, Verdict
 
 _TICK_S = 0.1
 _REQUESTS_S = 0.3  # between looks for requests in the run directory
-_GIVE_WAY_S = 0.0005  # after which the planning thread yields to this one; Python's 5 ms would delay each system call
+_GIVE_WAY_S = 0.0005  # until the planning thread yields; Python's default, 5 ms, would delay each system call here
 _FAREWELL_S = 30.0  # for agents to leave after the verdict
 _PROVE_S = 10.0  # for a new connection to prove that it has the token
 _STRANGERS = 256  # unproven connections allowed beyond the job's nodes; a new one replaces the oldest
@@ -91,15 +91,15 @@ class Server:
         return verdict.exit_code_of_attempt if verdict is not None else None
 
     async def _read_requests(self) -> Requests:
-        """Read them, soon, in a thread: agents get answers while the file system hangs."""
+        """Read the requests in a thread, so agents get answers while the file system hangs."""
         await asyncio.sleep(_REQUESTS_S)
         return await asyncio.to_thread(read_requests, self.coordinator.run, self.coordinator.round.running)
 
     async def _keep_charge(self) -> None:
         """Take charge of the run, and give up when another coordinator does, of this or a later attempt.
 
-        While storage is away, no other can take over, or this machine is cut off from it. The job trains on, but its
-        ranks check their term before they write.
+        If storage does not answer, either no coordinator can take over, or only this machine is cut off from storage.
+        The job trains on in both cases, and its ranks check their term before they write.
         """
         coordinator, run = self.coordinator, self.coordinator.run
         home = checkpoints_of(coordinator.config.checkpoint, run)
@@ -175,7 +175,7 @@ class Server:
             with suppress(ConnectionError):  # closed before it was read
                 received = await asyncio.wait_for(reader.readline(), _PROVE_S)
             if not received and writer in self._strangers:
-                return False  # it only checked whether the port is open, as a guard does on SLURM
+                return False  # it only checked whether the port is open, as guard steps on SLURM do
             _send(writer, welcome(self.token, COORDINATOR, challenge, received))
             return True
         except (OSError, ValueError):

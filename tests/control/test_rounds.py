@@ -268,7 +268,7 @@ def test_a_program_that_says_nothing_leaves_node_by_node(tmp_path: Path) -> None
     cluster.later(1, a, b, **SILENCE)
     assert cluster.verdict is not None
     assert (cluster.verdict.verdict, cluster.verdict.decision) == ("preempted", "requeue")
-    assert "it begins again at what it has saved by itself, or at zero" in cluster.verdict.reason
+    assert "it starts again from what it saved itself, or from zero" in cluster.verdict.reason
     assert "job.checkpointer" in cluster.verdict.reason
 
 
@@ -516,7 +516,7 @@ def test_an_elastic_job_goes_on_without_a_node_whose_ranks_do_not_stop(tmp_path:
     cluster.ready(members[1])
     cluster.later(70, *members, committed=5)
     assert cluster.events("round_started")[-1]["nodes"] == [0, 1]
-    assert "node2/2, whose ranks do not stop" in cluster.events("waiting")[-1]["why"]
+    assert "no longer waiting for node2/2: their ranks do not stop" in cluster.events("waiting")[-1]["why"]
 
 
 def test_a_job_is_done_when_the_nodes_that_still_reconnect_are_done_too(tmp_path: Path) -> None:
