@@ -1,4 +1,4 @@
-"""The FSDP policy of a job as environment variables that Accelerate's Accelerator reads."""
+"""The FSDP policy of a job as variables that Accelerate reads; the agent sets them for ranks of programs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WRAP = {"layer": "TRANSFORMER_BASED_WRAP", "size": "SIZE_BASED_WRAP", "none": "
 def environment(config: JobConfig, layout: Layout, accelerator: str) -> dict[str, str]:
     """Return the variables that `accelerate launch` sets for this layout: FSDP2, or DDP for no_shard.
 
-    What the user's environment sets stays.
+    Variables that the user's environment sets keep their values.
 
     Args:
         accelerator: of this node, "cuda" or "cpu".

@@ -101,7 +101,7 @@ def run_agent(args: argparse.Namespace, signals: Signals) -> int:
     entrypoint: Callable[[], None] | str = sys.executable
     entry_args: tuple[str, ...] = ("-m", "fsdp_jobs.node.worker")
     if program.is_python:
-        forkserver.start(program.preload)  # it forks: there are no threads yet
+        forkserver.start(program.preload)  # it forks, so it comes before any thread
         entrypoint, entry_args = worker.run_program, ()
     gc.freeze()
     gc.enable()
@@ -148,7 +148,7 @@ def run_agent(args: argparse.Namespace, signals: Signals) -> int:
 
 def main() -> int:
     signals = Signals()
-    gc.disable()  # `run_agent` imports torch, whose objects stay: collections meanwhile would only take time
+    gc.disable()  # `run_agent` imports torch, whose objects stay: garbage collections would free nothing
     parser = argparse.ArgumentParser(description="One node of one attempt.")
     parser.add_argument("run_dir")
     parser.add_argument("--node", type=int, required=True, help="number of this node within the job")

@@ -100,7 +100,7 @@ class Agent(LocalElasticAgent):
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         handler, healthy = self._handler, RunResult(state=WorkerState.HEALTHY)
-        if handler.has_ended:  # those of other nodes run, and if they fail, a new round begins here, too
+        if handler.has_ended:  # other nodes' ranks may run; if one fails, this node joins the new round
             if handler.end is not None or is_there(handler.run.verdict(handler.agent.attempt)):
                 raise RendezvousGracefulExitError("the attempt is over")
             return healthy
@@ -109,14 +109,14 @@ class Agent(LocalElasticAgent):
         if handler.is_stop_requested and not self._is_terminating:
             self._terminate_silent_ranks()
         if self._is_terminating and None in self._exit_codes():
-            return healthy  # torch's method signals again once the first has ended
+            return healthy  # torch's method would signal again once the first has ended
         if failures := self._dead(worker_group):
             self._report(failures)
             self._stop_workers(worker_group)
             return RunResult(state=WorkerState.FAILED, failures=failures)
         codes = self._exit_codes()
         for state, code in zip(handler.states, codes, strict=False):
-            if code == EXIT_DONE and not state.read().time:  # it has reported nothing
+            if code == EXIT_DONE and not state.read().time:  # the rank has never reported
                 state.report(-1, SAVES_NOTHING, Phase.DONE)
         if {*codes} != {EXIT_DONE}:
             result: RunResult = super()._monitor_workers(worker_group)
@@ -156,7 +156,7 @@ class Agent(LocalElasticAgent):
                 end = (w.local_rank, w.id, code or EXIT_FAILED, str(file))
                 try:
                     failure = ProcessFailure(*end)
-                except (ValueError, LookupError, TypeError):  # a part of it: it is being written, or its disk is full
+                except (ValueError, LookupError, TypeError):  # an incomplete file: being written, or a full disk
                     if not has_failed:
                         continue
                     file.unlink(missing_ok=True)
@@ -200,7 +200,7 @@ class Agent(LocalElasticAgent):
         return Failure(self._node, rank, failure.exitcode, error, ended_at, step, waited_s(text), last_line)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        pids = [] if self._handler.has_ended else self._handler.pids()  # others may have these numbers by now
+        pids = [] if self._handler.has_ended else self._handler.pids()  # other processes may have these ids by now
         for pid in pids:
             with suppress(OSError):
                 if has_signal(pid, "SigIgn", signal.SIGTERM):
@@ -209,6 +209,6 @@ class Agent(LocalElasticAgent):
             self._pcontext.close(signal.SIGTERM, _STOP_RANKS_S)
         for pid in pids:
             with suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)  # what it has started would hold its GPU's memory, or a port
-        while None in self._exit_codes() and self._handler.end is None:  # as does a rank that waits in the kernel
+                os.killpg(pid, signal.SIGKILL)  # a rank's children would hold its GPU's memory, or a port
+        while None in self._exit_codes() and self._handler.end is None:  # a rank blocked in the kernel holds them too
             time.sleep(self._worker_group.spec.monitor_interval)

@@ -36,7 +36,7 @@ def start(preload: list[str]) -> None:
     Ranks do not get environment variables that are set later.
     """
     multiprocessing.resource_tracker.ensure_running()  # a separate interpreter, which outlives this process
-    multiprocessing.set_forkserver_preload([])  # the agent's module is there; by default its arguments follow the code
+    multiprocessing.set_forkserver_preload([])  # else Python 3.14 passes the agent's arguments after the code
     multiprocessing.util.spawnv_passfds = partial(_fork, preload)
     try:
         multiprocessing.forkserver.ensure_running()
@@ -53,15 +53,15 @@ def _fork(preload: list[str], _executable: str, arguments: Sequence[str], descri
         # Ranks start processes of their own: undo the patch and reset the state, as in a new interpreter.
         multiprocessing.util.spawnv_passfds = _spawn
         multiprocessing.forkserver._forkserver.__init__()  # type: ignore[misc]
-        # Each rank does so, too, and would close files of its own under the numbers of those that are closed here.
+        # Ranks run these finalizers, too, and would close files of their own that reuse the numbers of those closed here.
         multiprocessing.util._finalizer_registry.clear()  # type: ignore[attr-defined]
         set_title("fork server")
         die_with_parent()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # sent to all processes of a node as a request to save
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # it waits until a rank that was forked handles it
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # pending in a new rank until the rank handles it
         signal.signal(signal.SIGINT, signal.default_int_handler)  # ranks do not inherit the agent's handlers
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-        if os.getppid() == agent:  # else it died before `die_with_parent`
+        if os.getppid() == agent:  # else the agent died before `die_with_parent`
             kept = sorted({0, 1, 2, *descriptors})
             for low, high in pairwise([*kept, resource.getrlimit(resource.RLIMIT_NOFILE)[0]]):
                 os.closerange(low + 1, high)

@@ -32,5 +32,5 @@ class Guard:
         """Receive the checksums of a rank's tensors after a step, by name; only tensors that replicas share."""
 
     def may_follow(self, step: int) -> bool:
-        """Whether ranks may take another snapshot after that of a step."""
+        """Whether ranks may take another snapshot after the one of `step`."""
         return True

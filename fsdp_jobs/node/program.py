@@ -31,7 +31,7 @@ class Program(Record):
 
     @classmethod
     def of(cls, config: JobConfig, run: RunDir) -> Program:
-        """Return the program of a job, from the run directory's copy of the code if it is part of that."""
+        """Return the program of a job, from the run directory's copy of the code if the program is in it."""
         code = run.code.absolute()
         args = shlex.split(config.script_args)
         if config.script is None:
@@ -47,7 +47,7 @@ class Program(Record):
 
     @property
     def preload(self) -> list[str]:
-        """Modules to import before the fork: of torch.distributed and this library, those the program names."""
+        """Modules to import before the fork: those of torch.distributed and this library that the program imports."""
         if self.what == TRAINER:
             return [f"{TRAINER}.trainer", *modules_in("rank")]
         place = Path(self.folder, *self.what.split("."))

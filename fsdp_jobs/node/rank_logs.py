@@ -26,14 +26,14 @@ from fsdp_jobs.run.tail import TIMES, rank_of
 
 _EVERY_S = 1.0  # between two checks of the logs' sizes
 FLIGHT_RECORDER = "nccl-trace-rank-"  # NCCL's record of collectives; NCCL appends the rank
-# Variables for how many collectives it keeps; some versions of torch are not asked for the record without the second.
+# How many collectives it keeps. Some versions of torch write no record on request unless the second is set.
 _RECORDER_ENV = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 _RECORDED = "2000"
 # Variables that configure CUDA's allocator; all supported versions of torch read the first.
 _ALLOCATOR_ENV = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
-# SLURM's variables of a task, its step and job: an agent is its step's only task, and nodes may be lost or replaced,
-# while programs take them for a rank's, as under srun.
+# SLURM's variables of a task, its step and job, and torchrun's with the value for a rank. SLURM's describe the agent,
+# which is its step's only task, and the nodes at the start of the job; programs read them as a rank's, as under srun.
 _TASK = {
     "SLURM_PROCID": "RANK",
     "SLURM_LOCALID": "LOCAL_RANK",

@@ -1,4 +1,4 @@
-"""The agent's side of rendezvous: torch elastic's interface; the coordinator decides."""
+"""torch elastic's rendezvous interface in the agent; the coordinator makes the decisions."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class CoordinatorRendezvous(rendezvous.RendezvousHandler):
 
     def failed(self, failures: list[Failure]) -> None:
         """Report to the coordinator at once, or as soon as there is a connection."""
-        self.link.beat()  # the step to which the ranks were restored may not be known
+        self.link.beat()  # the coordinator may not know yet which step the ranks restored
         with self._changed:
             self._failures = failures
             self._send_failures()
@@ -160,7 +160,7 @@ class CoordinatorRendezvous(rendezvous.RendezvousHandler):
     def _join(self) -> rendezvous.RendezvousInfo | None:
         """Announce the master address on the first node, receive it on others; None if the round cannot begin.
 
-        It cannot if it is over, or if the connection was lost, and with it maybe the address.
+        It cannot if it is already over, or if the connection was lost, maybe with the address.
 
         torch's agents would exchange their numbers of ranks through a store, and if one died now, the others would
         wait until the store's timeout. Here all nodes have equally many (`TORCH_ELASTIC_WORKER_IDENTICAL`).

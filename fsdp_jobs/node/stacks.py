@@ -1,4 +1,4 @@
-"""Collect the stacks of ranks: on a signal each writes those of its threads to its own file. No torch."""
+"""In the agent: collect ranks' stacks. On a signal, each rank writes its threads' stacks to a file. No torch."""
 
 from __future__ import annotations
 

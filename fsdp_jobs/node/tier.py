@@ -15,7 +15,7 @@ class Tier:
     """Keeps the snapshots of a node's ranks; snapshots outlive ranks."""
 
     environment: dict[str, str]  # variables for ranks
-    port: int  # that receives other nodes' snapshots
+    port: int  # on which other nodes' snapshots arrive
     newest_term: int  # of the snapshots found at the start; 0: none
 
     @classmethod

@@ -69,10 +69,10 @@ class TrackerProcess:
         try:
             unsent = unsent_lines(self.run)
         except (OSError, BadInput) as e:  # storage fails, or the file is damaged
-            logger.warning("whether the tracker has all lines is not known: %s", e)
+            logger.warning("cannot tell whether the tracker has all lines: %s", e)
             return
         if unsent:
-            why = f"{unsent} lines are not sent; later: python -m {_MODULE} {self.run.path}"
+            why = f"{unsent} lines were not sent; to send them: python -m {_MODULE} {self.run.path}"
             events.record(self.run, self.attempt, events.TrackingFailed(self.kind, why))
 
 

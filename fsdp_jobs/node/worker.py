@@ -1,4 +1,4 @@
-"""Entry of a rank: make it die with its agent, redirect its output to its log, and run its program.
+"""Entry point of a rank's process: make it die with its agent, redirect its output to its log, and run its program.
 
 `run_program` runs a Python program, such as the built-in trainer, in a process forked from one that has imported
 torch. For other programs, `python -m fsdp_jobs.node.worker` replaces itself by the program.
@@ -81,7 +81,7 @@ def _die_with_lease() -> None:
     lease = Lease(os.environ[RANK_STATE_ENV])
     while (left := lease.left_s()) > 0:
         time.sleep(min(left, LOOK_S))
-    print("no answer from the coordinator for too long: this rank must not run any more", file=sys.stderr, flush=True)
+    print("no answer from the coordinator for too long: this rank must stop", file=sys.stderr, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -108,11 +108,11 @@ def run_program() -> None:
         sys.path[0] = program.folder  # replaces the agent's
     sys.argv = [program.what, *program.args]
     atexit.register(_end_children)
-    for module in ("torch", "numpy.random"):  # their generators are the fork server's; Python reseeds its own
+    for module in ("torch", "numpy.random"):  # else ranks share the fork server's random state; Python reseeds its own
         if module in sys.modules:
             sys.modules[module].seed()
-    logging.root.handlers, logging.root.level = [], logging.WARNING  # the agent's, which the program may configure
-    # No exception of a process that the program forks counts as its rank's.
+    logging.root.handlers, logging.root.level = [], logging.WARNING  # drop the agent's: the program configures its own
+    # An exception in a process that the program forks is not its rank's failure.
     os.register_at_fork(after_in_child=lambda: os.environ.pop("TORCHELASTIC_ERROR_FILE", None))
     rank, state = os.getpid(), RankState(os.environ[RANK_STATE_ENV], int(os.environ["LOCAL_RANK"]))
     frozen = gc.get_freeze_count()
@@ -122,7 +122,7 @@ def run_program() -> None:
             print("without job.finish() the last step is neither recorded nor saved", file=sys.stderr, flush=True)
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()  # an interpreter does this at exit, a forked process does not
-    _write_what_is_open(frozen)
+    _flush_open_files(frozen)
     is_leaving = exit_code in (0, EXIT_REQUEUE) and state.read().phase == Phase.LEAVING
     if is_leaving and state.requested() is Request.PARK and os.getpid() == rank:  # else it is a fork of the program
         _park(state)
@@ -137,10 +137,10 @@ def _end_children() -> None:
             child.kill()
 
 
-def _write_what_is_open(frozen: int) -> None:
+def _flush_open_files(frozen: int) -> None:
     """End the program's objects and flush the files that it has not closed, as an interpreter does at exit.
 
-    The objects that were frozen before the program began are the fork server's: to look at them copies their memory.
+    It skips objects that were frozen before the program began: they are the fork server's, and a look copies memory.
     """
     threading.excepthook = lambda _: None  # of daemonic threads, which an interpreter would have stopped
     main = vars(sys.modules["__main__"])
@@ -148,7 +148,7 @@ def _write_what_is_open(frozen: int) -> None:
         main[name] = None
     gc.collect()  # runs `__del__` of objects that only the program referred to
     if gc.get_freeze_count() > frozen:  # by the program
-        gc.unfreeze()  # `get_objects` leaves out what is frozen
+        gc.unfreeze()  # `get_objects` leaves out frozen objects
     for value in gc.get_objects():
         if issubclass(type(value), _BUFFERED):
             with suppress(OSError, ValueError):  # a full disk, or a closed file
@@ -172,7 +172,7 @@ def _run(program: Program) -> int:
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     record = get_error_handler().record_exception
-    # It stays for threads and functions of atexit that run when the program has ended: they may pickle its classes.
+    # It stays in place: threads and atexit functions that outlive the program may pickle its classes.
     main = sys.modules["__main__"] = ModuleType("__main__")
     try:
         if program.is_module:
@@ -187,7 +187,7 @@ def _run(program: Program) -> int:
         if isinstance(e, SystemExit) and isinstance(e.code, int | None):
             code = (e.code or 0) & 0xFF
             if code not in (EXIT_DONE, EXIT_REQUEUE) and isinstance(e.__context__, Exception):
-                record(_reason(e.__context__))  # its handler has shown it, as Hydra's does
+                record(_reason(e.__context__))  # the program's handler has shown it, as Hydra's does
             return code
         try:
             record(_reason(e))
@@ -197,15 +197,15 @@ def _run(program: Program) -> int:
                 print(f"{type(e).__name__}: {e}", file=sys.stderr)
             else:
                 sys.excepthook(type(e), e.with_traceback(_of_program(e.__traceback__)), e.__traceback__)
-        except Exception:  # of the program's hook, or of the exception's own text
-            traceback.print_exc()  # both
+        except Exception:  # raised by the program's hook, or by the exception's own text
+            traceback.print_exc()  # prints both
         return 1
 
 
 def _reason(error: BaseException) -> BaseException:
-    """Return what led to an exception: a lost peer or DataLoader's worker, or the exception, of a group the first.
+    """Return the cause of an exception that the program may have wrapped: a lost peer, or a lost DataLoader's worker.
 
-    Programs wrap what they catch.
+    Without one, return the exception itself; of a group, its first.
     """
     from torch._C import _error_if_any_worker_fails
 
@@ -234,9 +234,9 @@ def _of_program(trace: TracebackType | None) -> TracebackType | None:
 if __name__ == "__main__":
     enter()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # by Python, and what it becomes would ignore them, too
+    for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and the program would inherit that
         signal.signal(ignored, signal.SIG_DFL)
-    signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # the program may not handle the request for stacks
+    signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # without a handler the program would die of it
     executable = Program.from_json(os.environ.pop(PROGRAM_ENV))
     try:
         os.execv(executable.what, [executable.what, *executable.args])
