@@ -53,7 +53,7 @@ def _fork(preload: list[str], _executable: str, arguments: Sequence[str], descri
         # Ranks start processes of their own: undo the patch and reset the state, as in a new interpreter.
         multiprocessing.util.spawnv_passfds = _spawn
         multiprocessing.forkserver._forkserver.__init__()  # type: ignore[misc]
-        # Ranks run these finalizers, too, and would close files of their own that reuse the numbers of those closed here.
+        # Ranks run these finalizers, too: they would close files of ranks that reuse the numbers of files closed here.
         multiprocessing.util._finalizer_registry.clear()  # type: ignore[attr-defined]
         set_title("fork server")
         die_with_parent()

@@ -167,7 +167,7 @@ def test_a_tracker_that_never_answers_costs_nothing_but_its_farewell(tmp_path: P
         gone = time.time()
     (ended,) = tracked.events("attempt_ended")
     assert gone - ended["time"] < 20
-    assert any("20 lines are not sent" in e["why"] for e in tracked.events("tracking_failed")), tracked.story()
+    assert any("20 lines were not sent" in e["why"] for e in tracked.events("tracking_failed")), tracked.story()
 
 
 @pytest.mark.integration
