@@ -1,8 +1,8 @@
 """Checksum the blocks of a file while it is written, and verify them while it is read. No torch.
 
 A block ends where a large write begins or ends, or after 4 MiB. `torch.save` writes a tensor in one call, so large
-tensors get blocks of their own, and a reader verifies only what it reads. Small tensors share blocks to keep the
-manifest short, except with the beginning of a file, which all ranks may read.
+tensors get blocks of their own, and a reader verifies only what it reads. Small tensors share blocks, which keeps the
+manifest short; those at the beginning of a file, which all ranks may read, share none with later ones.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ReadBack:
         self._batches: list[Future[str]] = []
 
     def begin_batch(self, blocks: Sequence[_Block]) -> None:
-        """Start on the next blocks, which the kernel must have."""
+        """Begin to verify the next blocks, which must have been passed to the kernel."""
         self._batches.append(self._thread.submit(self._compare, blocks))
 
     def _compare(self, blocks: Sequence[_Block]) -> str:

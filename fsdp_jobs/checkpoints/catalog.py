@@ -60,10 +60,10 @@ class CannotReadHere(JobFailed):
 
 @contextmanager
 def answering(checkpoints: Path) -> Iterator[None]:
-    """Name an object store that does not answer: its client raises any exception.
+    """Turn any exception of an object store's client into one error that names the store.
 
     Raises:
-        BadInput: it does not.
+        BadInput: the store does not answer.
     """
     try:
         yield
@@ -171,13 +171,13 @@ def find_on_nodes(checkpoints: Path, committed: Collection[Path]) -> list[Path]:
 
 
 def _which(folders: list[Path], is_so: Callable[[Path], bool]) -> list[Path]:
-    """Return the folders of which a store says so: it is asked about many at once, where `glob` asks one by one."""
+    """Return the folders for which `is_so` holds; it asks a store about many at once, where `glob` asks one by one."""
     with ThreadPoolExecutor(_AT_ONCE) as several:
         return [*itertools.compress(folders, several.map(is_so, folders))]
 
 
 def find_all(checkpoints: Path) -> list[tuple[Path, str]]:
-    """Return both kinds, committed ones first, each with the name of its manifest."""
+    """Return committed steps, then those on the nodes' disks, each with the name of its manifest."""
     committed = find_checkpoints(checkpoints)
     on_nodes = find_on_nodes(checkpoints, committed)
     return [(folder, MANIFEST) for folder in committed] + [(folder, SHARDS) for folder in on_nodes]
@@ -242,7 +242,7 @@ def verify(folder: Path, shards: bool = True) -> list[str]:
 
 
 def mark_agreed(checkpoints: Path, about: Callable[[int], bool | None]) -> None:
-    """Record in undecided checkpoints whether replicas held the same bits; `about` returns it for a step, or None."""
+    """Record in undecided checkpoints whether replicas held the same bits; `about` returns that for a step, or None."""
     for folder, name in find_all(checkpoints):
         if (known := about(step_of(folder))) is None:
             continue
@@ -347,7 +347,7 @@ def remove(folder: Path) -> None:
 
 
 def _exists(file: Path) -> bool:
-    """Whether a file exists. An error of the connection is raised: `exists` of many stores calls it a no."""
+    """Whether a file exists. Raises an error of the connection, for which `exists` of many stores returns False."""
     with suppress(FileNotFoundError):
         file.stat()
         return True

@@ -38,8 +38,8 @@ from fsdp_jobs.run.rank_state import Phase
 from fsdp_jobs.run.table import counted
 from fsdp_jobs.run.term import Fenced, Term
 
-_AWAY = (errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ENOTCONN)  # of storage that may come back
-_TRIES, _AGAIN_S = 12, 5.0  # of a last save, while storage is away
+_AWAY = (errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ENOTCONN)  # errors of storage that may answer again
+_TRIES, _AGAIN_S = 12, 5.0  # of a last save, while storage does not answer
 _CURES = (  # for saves that fail with these errors
     ((errno.ENOSPC, errno.EDQUOT), "Free space under {}."),
     ((errno.EROFS, errno.EACCES, errno.EPERM), "Make {} writable for this user."),
@@ -92,7 +92,7 @@ class Checkpointer:
             made for tier in tiers_in("rank") if (made := tier.of_rank(self)) is not None
         ]
         self.saver = Saver(self.config.async_mode, device, self.group, layout)
-        self._is_away = False  # storage, at the newest save
+        self._is_away = False  # storage did not answer at the newest save
         self.committed_step = -1
         self.saved_at = time.monotonic()  # when the newest save began
         self.stall_s = 0.0  # time that steps have waited for saves since `take_stall`
@@ -120,7 +120,7 @@ class Checkpointer:
 
         Waits for the previous save first; a step that is already saved is not written again. A failed save leaves
         only an event, the text in `failure`, and the previous checkpoint; with `block` it is repeated for a minute
-        while storage is away.
+        while storage does not answer.
         """
         self._save(step, block)
         for _ in range(_TRIES if block and self.disks is None else 0):
@@ -268,10 +268,10 @@ class Checkpointer:
         self.failure = " ".join([f"checkpoint of step {request.step} failed: {what.removesuffix('.')}.", *cures])
         if self.rank == 0:
             if not copied and not isinstance(cause, NotFinite):
-                try:  # first: event and log may be on the same full disk
+                try:  # before the event and the log, which may be on the same full disk
                     catalog.remove_failed(request.temporary)
                 except Exception as e:  # may fail like the save: an expired credential
-                    self.failure += f" What it had written stays in {request.temporary}: {e}."
+                    self.failure += f" Its files stay in {request.temporary}: {e}."
             self.tell_failed(request.step, self.failure)
 
     def tell_failed(self, step: int, why: str) -> None:
@@ -308,7 +308,7 @@ class Checkpointer:
             told = events.Resumed(step, restored.samples, world, restored.place, restored.sent, took)
             events.record(self.run, self.attempt, told)
             print(f"resumed from step {step} on {counted(world, 'rank')}", flush=True)
-        if restored is not None or otherwise is not None:  # otherwise the caller may still load weights
+        if restored is not None or otherwise is not None:  # else the caller may still load weights
             self.watch(step, is_end=True)
         self.on_restored(step)
         return step

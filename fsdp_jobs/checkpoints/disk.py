@@ -56,7 +56,7 @@ class LocalDisks:
     def may_upload(self, must: bool) -> bool:
         """All ranks: return whether the save that begins now may be copied to shared storage.
 
-        It may not while the last copy runs; with `must`, wait for that one.
+        It may not while the previous copy runs; with `must`, this waits for that copy.
         """
         if must and self._upload is not None:
             self._upload[1].exception()
@@ -115,7 +115,7 @@ class LocalTier(Tier):
         self._lacking: set[str] = set()  # checkpoints with shards missing on these disks
 
     def offer(self, at_least: int) -> int | None:
-        """Return the newest step of which these disks may hold every shard, if it is as new as `at_least`.
+        """Return the newest step whose shards these disks may all hold, if it is at least `at_least`.
 
         A committed step that is also on these disks is read from them, not from shared storage.
         """
@@ -124,7 +124,7 @@ class LocalTier(Tier):
         return step if step >= at_least else None
 
     def _newest(self) -> tuple[str, str] | None:
-        """Return the newest checkpoint that may be here, and what lists its shards: `MANIFEST` if it is committed."""
+        """Return the newest checkpoint that may be here, and the file that lists its shards: MANIFEST if committed."""
         by_step: dict[int, tuple[str, str]] = {}
         for folder, listed_in in find_all(self.storage.home):
             if folder.name not in self.storage.skipped:
@@ -187,7 +187,7 @@ class LocalTier(Tier):
 
 
 def _copy_checked(source: Path, target: Path, expected: FileSums) -> None:
-    """Copy a shard, or leave nothing: parts of steps that failed would fill a full disk.
+    """Copy a shard. A failed copy is removed: those of many failed steps would keep a disk full.
 
     Raises:
         OSError: the bytes read differ from those that were written, or cannot be written.

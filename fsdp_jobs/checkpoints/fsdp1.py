@@ -34,7 +34,7 @@ class Fsdp1State(State):
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, others: Mapping[str, Stateful], device: torch.device
     ):
-        """Build the state once, as a save does; an optimizer that has none is left without.
+        """Build the state once, as a save does; an optimizer without state is left without it.
 
         Raises:
             TypeError: it cannot be saved, or the ranks do not train one model.
@@ -48,7 +48,7 @@ class Fsdp1State(State):
         except (AssertionError, KeyError, RuntimeError, ValueError) as e:
             why = f"{type(e).__name__}: {e}".partition("\n")[0]
             raise TypeError(
-                f"torch cannot tell which part of FSDP1's flat parameters this optimizer's state is of ({why})"
+                f"torch cannot tell which part of FSDP1's flat parameters this optimizer's state belongs to ({why})"
             ) from e
         self._copies.clear()
         if is_new:
@@ -147,7 +147,7 @@ def _check_groups(model: nn.Module) -> None:
     """Raises: TypeError when groups of ranks train separate models, of which a checkpoint would keep only one."""
     world = dist.get_world_size()
     for unit in FullyShardedDataParallel.fsdp_modules(model):
-        is_hybrid = unit.sharding_strategy in HYBRID_SHARDING_STRATEGIES  # not if its shard groups have one rank
+        is_hybrid = unit.sharding_strategy in HYBRID_SHARDING_STRATEGIES  # False if its shard groups have one rank
         ranks = dist.get_world_size(unit.process_group) * (unit._inter_node_pg.size() if is_hybrid else 1)
         if ranks < world:
             raise TypeError(

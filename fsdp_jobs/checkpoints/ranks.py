@@ -93,7 +93,7 @@ class Ranks:
             raise
 
     def load(self, state: dict[str, Tensor], reader: SafeReader) -> None:
-        """Read the tensors of `state`, each rank by its own plan: DCP gathers and scatters those of all ranks.
+        """Read the tensors of `state`, each rank with its own plan; DCP would gather and scatter all plans.
 
         Raises:
             CheckpointException: on all ranks, with the errors of those that failed.
@@ -119,7 +119,7 @@ class Ranks:
         def read(names: Iterable[str], from_disk: bool = True) -> dict[str, str]:
             return catalog.faults_in(folder, {name: files[name] for name in names}, contents, from_disk)
 
-        seen = read(sorted(files)[self.rank :: self.world], from_disk=not contents)  # small, and all depend on it
+        seen = read(sorted(files)[self.rank :: self.world], from_disk=not contents)  # metadata: small, and all need it
         first = self.gather((self.node, seen))
         if not any(faults for _, faults in first):
             return []

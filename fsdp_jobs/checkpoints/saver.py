@@ -49,10 +49,10 @@ class _Stager(DefaultStager):
 
 
 class _Planner(DefaultSavePlanner):
-    """Plans what replicas hold alike on one of them.
+    """Plans each tensor that all replicas hold on one of them only.
 
-    DCP's planner plans it on each, and rank 0, which gets all plans, drops it from all but one: plans of thousands of
-    ranks take minutes, and gigabytes.
+    DCP's planner plans it on all, and rank 0, which gathers the plans, drops the duplicates: with thousands of ranks
+    that takes minutes, and gigabytes.
     """
 
     def __init__(self, layout: Layout):
@@ -78,14 +78,14 @@ class _Planner(DefaultSavePlanner):
         return replace(plan, items=items, planner_data=paths)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Raises: ValueError if another replica should have planned a tensor that this rank holds, and has none."""
+        """Raises: ValueError if no replica has planned a tensor that this rank holds."""
         plans, metadata = super().create_global_plan(all_plans)
         if lacking := self._held - metadata.state_dict_metadata.keys():
             raise ValueError(f"replicas hold different tensors: {listed(sorted(lacking))}")
         return plans, metadata
 
     def _is_shared(self, name: str) -> bool:
-        """Whether every replica holds a tensor: a parameter that is sharded as planned, or the optimizer's of one."""
+        """Whether every replica holds a tensor: a parameter sharded as planned, or optimizer state of one."""
         tensor = self.state_dict[name]
         if not isinstance(tensor, DTensor):
             tensor = self.state_dict.get(parameter_of(name))
@@ -105,7 +105,7 @@ class Saver:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
 
     def save(self, request: SaveRequest, state: State, block: bool) -> tuple[Future[Any] | None, Future[Any]]:
-        """Write a state or, without `block`, begin to. Returns two futures: the state may change; it is written.
+        """Write a state or, without `block`, begin to. Returns futures: the state may change; all is written.
 
         The first is None if nothing copies the state.
 
@@ -113,7 +113,7 @@ class Saver:
             TypeError: a value is neither plain nor a tensor; without `block`, the first future raises it.
         """
         tensors, objects = state.to_save()
-        if not block and self.mode != "off":  # last: starting a thread may wait for the GIL
+        if not block and self.mode != "off":  # starts its thread last, which may wait for the GIL
             pack = partial(state.packed, copy.deepcopy(objects))
             ready = torch.cuda.current_stream().record_event() if self._device.type == "cuda" else None
             staged = self._thread.submit(self._stage, request, tensors, pack, ready, Unchanged(tensors))
@@ -137,7 +137,7 @@ class Saver:
         ready: torch.cuda.Event | None,
         unchanged: Unchanged,
     ) -> Callable[[], object]:
-        """In a thread: copy the state once it is `ready`. Returns a function that writes it and holds nothing else."""
+        """In a thread: copy the state once it is `ready`. Returns a function that writes it and holds only it."""
         if ready is not None:
             torch.cuda.set_device(self._device)  # of this thread
             ready.synchronize()  # the stager copies on a stream of its own

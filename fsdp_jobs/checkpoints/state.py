@@ -24,7 +24,7 @@ from fsdp_jobs.run.table import counted, listed
 
 RANDOM = "rng."  # prefix of the names of ranks' random states
 _OPTIM = "optim.state."  # prefix of an optimizer's state; the parameter's name and the state's key follow
-_HYPERPARAMETERS = "hyperparameters"  # name of the optimizer's, among the other objects
+_HYPERPARAMETERS = "hyperparameters"  # name of the optimizer's hyperparameters among the other objects
 _VALUES = "values"  # name of what model and optimizer hold besides tensors
 Parts = tuple[dict[str, Tensor], dict[str, Any]]  # of a state, by name: tensors, and all else
 
@@ -42,19 +42,19 @@ class State:
         """
         self.model, self.optimizer, self.device = model, optimizer, device
         if _HYPERPARAMETERS in others:
-            raise TypeError(f"{_HYPERPARAMETERS} are the optimizer's in a checkpoint: save yours by another name")
+            raise TypeError(f"{_HYPERPARAMETERS} is used by the optimizer in a checkpoint: save yours under another name")
         for name, value in vars(optimizer).items():  # of ZeroRedundancyOptimizer, Lookahead, SAM, lists of optimizers
             for inner in tree_leaves(value):
                 if isinstance(inner, torch.optim.Optimizer) and inner.state is not optimizer.state:
                     raise TypeError(
                         f"{type(optimizer).__name__} keeps its state in another optimizer, its {name}: if it keeps "
-                        "nothing itself between steps, give that one to job.checkpointer; let several share its state"
+                        "nothing itself between steps, give that one to job.checkpointer; let several share one state"
                     )
         known = set(model.parameters())
         if isinstance(optimizer, torch.optim.LBFGS) and any(isinstance(p, DTensor) for p in known):
             raise TypeError("LBFGS keeps vectors of all parameters together, and under FSDP they cannot be restored")
         if any(p not in known for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
-            raise TypeError("the optimizer has a parameter that the model has not: make the optimizer after FSDP")
+            raise TypeError("the optimizer has a parameter that is not the model's: make the optimizer after FSDP")
         others = {_HYPERPARAMETERS: Hyperparameters(optimizer), **others}
         self.others = {f"others.{name}": other for name, other in others.items()}
         self.random = {f"{RANDOM}{dist.get_rank()}": RandomState(device)}
@@ -135,8 +135,8 @@ class State:
             tensors = [(key, leaf) for key, leaf in leaves if isinstance(leaf, Tensor) and leaf.numel() > 1]
             if _is_in_parts(parameter) and (own := [key for key, tensor in tensors if not _is_in_parts(tensor)]):
                 raise TypeError(
-                    f"{prefix}.{own[0]} is each rank's own, and of a parameter that is sharded: a checkpoint would "
-                    "keep one rank's. Make it like the parameter, by torch.zeros_like(p)"
+                    f"{prefix}.{own[0]} is each rank's own, but its parameter is sharded: a checkpoint would keep "
+                    "only one rank's. Make it with torch.zeros_like(p)"
                 )
             state |= {f"{prefix}.{key}": value for key, value in of_parameter.items()}
         return split(state)
@@ -174,7 +174,7 @@ class State:
             JobFailed: the checkpoint is of another model.
         """
         before = {*self.optimizer.state}
-        if alike := self._alike(metadata.state_dict_metadata):  # the others' state is made like one's, which is faster
+        if alike := self._alike(metadata.state_dict_metadata):  # making the others' state like one's is faster
 
             def one_of_each_dtype(params: list[Tensor]) -> list[Tensor]:
                 largest_first = sorted(alike & {*params}, key=Tensor.numel, reverse=True)
@@ -188,7 +188,7 @@ class State:
             saved = metadata.state_dict_metadata.get(name)
             if isinstance(saved, TensorStorageMetadata):
                 state[name] = torch.empty(saved.size, dtype=torch.uint8, device="cpu")
-            elif name in self.others and dist.get_rank() == 0:  # the program has it since then
+            elif name in self.others and dist.get_rank() == 0:  # the program has added it since the save
                 print(f"WARNING {checkpoint} does not have {name.removeprefix('others.')}: it begins anew", flush=True)
         trained = self._in_groups() | {p for p in self.model.parameters() if p.requires_grad}
         frozen = {_of_parameter(self._fqn(name)) for name, p in self.model.named_parameters() if p not in trained}
@@ -287,7 +287,7 @@ class Hyperparameters:
         groups = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
         values: dict[str, Any] = {}
         if type(self.optimizer).state_dict is not torch.optim.Optimizer.state_dict:
-            with suppress(NotImplementedError):  # as of optimizers whose values are of each rank
+            with suppress(NotImplementedError):  # some optimizers have values that differ per rank
                 values = self.optimizer.state_dict()
         return {"groups": groups, "added": {k: v for k, v in values.items() if k not in ("state", "param_groups")}}
 
@@ -350,7 +350,7 @@ def _packed(name: str, values: Any) -> Tensor:
         TypeError: some values could not be loaded: they are neither plain nor unsharded tensors.
     """
     if any(isinstance(value, Tensor) and _is_in_parts(value) for value in tree_leaves(values)):
-        raise TypeError(f"{name} holds sharded tensors, of which one rank's parts would be saved: give full_tensor()")
+        raise TypeError(f"{name} holds sharded tensors, and only one rank's parts would be saved: pass full_tensor()")
     file = io.BytesIO()
     try:
         torch.save(tree_map(lambda value: value.item() if isinstance(value, np.generic) else value, values), file)
@@ -367,7 +367,7 @@ def _of_parameter(name: str) -> str:
 
 
 def parameter_of(name: str) -> str:
-    """Return the name of the parameter that a tensor of an optimizer's state belongs to; of others nothing real."""
+    """Return the name of the parameter that a tensor of an optimizer's state belongs to, if it does."""
     return f"model.{name.removeprefix(_OPTIM).rpartition('.')[0]}"
 
 
@@ -385,7 +385,7 @@ def _unpacked(packed: Tensor) -> Any:
 
 
 def _check_same_model(state: dict[str, Tensor], saved: dict[str, Any], checkpoint: str, frozen: set[str]) -> None:
-    """Compare a state with a checkpoint's, on all ranks together; leave the optimizer's of `frozen` parameters out.
+    """Compare a state with a checkpoint's, on all ranks together, without optimizer state of `frozen` parameters.
 
     Raises:
         JobFailed: names up to five tensors that the checkpoint lacks, or has in another shape, or that no rank has.
@@ -409,4 +409,4 @@ def _check_same_model(state: dict[str, Tensor], saved: dict[str, Any], checkpoin
         )
     if of_frozen and dist.get_rank() == 0:
         what = counted(len(by_parameter(of_frozen)), "parameter")
-        print(f"{checkpoint}: the optimizer state of what is frozen now ({what}) is left out", flush=True)
+        print(f"{checkpoint}: left out the optimizer state of {what}, now frozen", flush=True)

@@ -57,7 +57,7 @@ class NotFinite(Exception):
 
 
 class _SummedFileSystem(FileSystem):
-    """Files with checksums by name: verifies the files that it reads, records those of files that it writes.
+    """Verifies the files that it reads against checksums by name; records the checksums of those that it writes.
 
     Its paths are Paths, or UPaths over fsspec. With `read_back` it reads what it wrote, and compares.
     """
@@ -88,10 +88,10 @@ class _SummedFileSystem(FileSystem):
         return path / suffix
 
     def mkdir(self, path: Any) -> None:
-        """Leave it to DCP's coordinator: a folder removed while others still write must not come back."""
+        """Do nothing: DCP's coordinator has made it, and a folder removed while others write must not come back."""
 
     def exists(self, path: Any) -> bool:
-        """Say no: a save's folder is new. An NFS client that looks before it is made sees none for up to a minute."""
+        """Return False: a save's folder is new. An NFS client that asks too early would miss it for up to a minute."""
         return False
 
     def rename(self, path: Any, new_path: Any) -> None:
@@ -181,11 +181,12 @@ class CommittingWriter(FileSystemWriter):
             Torn: this rank's copy mixes steps.
         """
         if self.changed:
-            raise Torn(f"{CHANGED.format(listed(self.changed, 3))}; from now on steps wait until they are")
+            raise Torn(f"{CHANGED.format(listed(self.changed, 3))}; from now on steps wait for the copy")
         if self.request.local is not None:
             self.request.shards.mkdir(parents=True, exist_ok=True)
         self.path = self.request.shards
-        items = sorted(plan.items, key=lambda item: (item.tensor_storage_size() or 0) >= SMALL)  # all read small ones
+        # Small ones first: all ranks read them.
+        items = sorted(plan.items, key=lambda item: (item.tensor_storage_size() or 0) >= SMALL)
         plan = replace(plan, items=items)
         with cast(Any, serialization).patch("save.compute_crc32", False):  # torch's own sums, which nothing reads
             try:
@@ -229,7 +230,7 @@ class CommittingWriter(FileSystemWriter):
             names = ", ".join(sorted(set(wrong))[:3])
             is_of_buffers = self.request.may_be_infinite.issuperset(wrong)
             cure = ". A buffer that may hold NaN: register_buffer(..., persistent=False)" if is_of_buffers else ""
-            raise NotFinite(f"{NOT_FINITE} ({names}); it is kept, and no resume begins with it{cure}")
+            raise NotFinite(f"{NOT_FINITE} ({names}); it is kept, but no restart uses it{cure}")
 
 
 def lacking_in(files: dict[str, FileSums], metadata: Metadata) -> str:
@@ -322,7 +323,7 @@ class SafeReader(FileSystemReader):
         """Read in file order, each thread its part.
 
         Raises:
-            Damaged: a block differs from what was written; DCP sees nothing of it.
+            Damaged: a block differs from what was written; DCP does not get it.
         """
         places = [self.storage_data[item.storage_index] for item in plan.items]
         in_order = sorted(range(len(places)), key=lambda i: (places[i].relative_path, places[i].offset))

@@ -1,4 +1,4 @@
-"""Restore sources. All ranks call each method together: `offer` a step, then `load` it."""
+"""The tiers that ranks restore from. All ranks call each method together: `offer` a step, then `load` it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Tier:
         """Prepare for a restore."""
 
     def offer(self, at_least: int) -> int | None:
-        """Return the newest step that the tier holds, if it is as new as `at_least`."""
+        """Return the newest step that the tier holds, if it is at least `at_least`."""
         raise NotImplementedError
 
     def load(self) -> Restored | None:
@@ -148,7 +148,7 @@ class SharedStorage(Tier):
         return self.read(self._offered, manifest) if manifest is not None else None
 
     def is_certain(self, name: str) -> bool:
-        """Whether shards are read twice, so that a damaged one cannot touch the state."""
+        """Whether shards are verified before they are loaded, so that a damaged one cannot touch the state."""
         return self._may_begin_again or name in self._doubted
 
     @property
@@ -171,7 +171,7 @@ class SharedStorage(Tier):
         return manifest if not faults else None
 
     def skip(self, name: str, faults: list[str], is_damaged: bool) -> None:
-        """Stop offering it, and report why."""
+        """Stop offering a checkpoint, and report why."""
         self.skipped[name] = faults
         if self.ranks.rank == 0:
             if is_damaged:
@@ -194,7 +194,7 @@ class SharedStorage(Tier):
             fetch: brings the shards that a state needs into `shards`.
 
         Raises:
-            CannotKeep: `fetch` cannot.
+            CannotKeep: from `fetch`.
         """
         folder = self.home / name
         reader = SafeReader(folder, manifest.files, shards, self.ranks.threads)
@@ -231,6 +231,6 @@ class SharedStorage(Tier):
             reasons = [f"{name}: {'; '.join(faults)}" for name, faults in self.skipped.items()]
             found = reasons or sorted(f.name for f in self.home.glob("step-*")) or ["nothing"]
             raise JobFailed(
-                f"this run had a checkpoint of step {max(steps)}, and none that can be used is in {self.home} "
+                f"this run had a checkpoint of step {max(steps)}, but none that can be used is in {self.home} "
                 f"(found: {', '.join(found)}). Put one back, or begin again with checkpoint.restart_from_zero=true."
             )

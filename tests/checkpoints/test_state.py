@@ -55,7 +55,7 @@ def test_groups_of_parameters_that_are_not_those_of_the_checkpoint_are_named() -
     fresh = torch.optim.SGD(weights[:1])
     with pytest.raises(JobFailed, match="has 1 group of parameters, and 2 in the checkpoint"):
         Hyperparameters(fresh).load_state_dict(saved)
-    with pytest.raises(TypeError, match="hyperparameters are the optimizer's"):
+    with pytest.raises(TypeError, match="hyperparameters is used by the optimizer"):
         State(nn.Linear(1, 1), fresh, {"hyperparameters": RandomState(torch.device("cpu"))}, torch.device("cpu"))
 
 
@@ -633,5 +633,5 @@ def _frozen_later(folder: str) -> str:
 
 def test_a_model_that_is_frozen_in_part_later_keeps_its_weights(tmp_path: Path) -> None:
     said, of_rank_1 = run_world(2, _frozen_later, str(tmp_path))
-    assert "step-00000001: the optimizer state of what is frozen now (2 parameters) is left out" in said
+    assert "step-00000001: left out the optimizer state of 2 parameters, now frozen" in said
     assert not of_rank_1
