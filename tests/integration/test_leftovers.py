@@ -134,7 +134,7 @@ def test_agents_that_are_killed_on_a_living_machine_lose_no_snapshot(only_snapsh
         folder.rename(folder.with_name(f"gone-{folder.name}"))  # at once: the job writes there
     job.kill_agents()
     assert job.wait().verdict == "user_error", "it had a step that was safe, and does not begin again by itself"
-    assert "no node has any of it any more" in job.events("checkpoint_failed")[-1]["error"], job.story()
+    assert "no node has any of it now" in job.events("checkpoint_failed")[-1]["error"], job.story()
 
 
 def test_terms_go_on_after_those_of_snapshots_where_markers_and_records_were_purged(

@@ -1,8 +1,8 @@
-"""Find ranks that compute wrong gradients: all compute one microbatch and compare before averaging.
+"""Find ranks that compute wrong gradients: all compute one microbatch, and compare before averaging.
 
-Averaging spreads a wrong gradient equally to all ranks, so comparing replicas (run/agreement.py) does not detect it.
-Here all ranks are peers under any sharding, and a strict majority is right. Each computes twice, so that kernels with a
-nondeterministic order of sums do not count as faults.
+The trainer calls this every `integrity.probe_every_steps`. Averaging spreads a wrong gradient equally to all ranks, so
+comparing replicas (run/agreement.py) does not detect it. Here all ranks are peers under any sharding, and a strict
+majority is right. Each computes twice, so that kernels with a nondeterministic order of sums do not count as faults.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Probe:
         held = held_by(self.model)
         theirs, microbatch = self._ranks.from_rank_0(lambda: (held, microbatch))
         if different := self._differing(held, theirs):
-            self._stop(f"ranks do not hold the same in {different[0]}, and may rightly compute other gradients")
+            self._stop(f"{different[0]} differs between ranks, so their gradients may differ, too")
             return
         sums = self._sums(step, microbatch)
         if sums != self._sums(step, microbatch):
@@ -144,7 +144,7 @@ class Probe:
         others = "than most ranks" if is_known else "than each other, and it is not known which is right"
         since = f"the last probe at which all were the same was at step {self._agreed}"
         if self._agreed < 0:
-            since = "so it was at the first probe already: is this machine's hardware or software another?"
+            since = "it was so at the first probe already: does the machine have other hardware or software?"
         what = f"computed other gradients {others} from the same tokens: {', '.join(tensors)}; {since}"
         found = corruption(step, self._agreed, "computed" if is_known else "unknown", places, tensors, what)
         events.record(run, attempt, found)

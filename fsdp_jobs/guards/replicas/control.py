@@ -172,16 +172,16 @@ class Guard(guard.Guard):
         suspect, self._suspect = self._suspect, None
         finding, wrong = suspect.judge(digests) if step == suspect.step else (UNKNOWN, [])
         if finding == TRANSIENT:
-            what = "was wrong: done again, the step gave other sums there, those that the others had at once"
+            what = "was wrong: when the step was repeated, its checksums became those of the other replicas"
             why = self._record_corruption(suspect, finding, wrong, what)
             if self._action == "exclude":
                 self._break_for(suspect, wrong, why, now)
         elif finding == REPRODUCED:
-            what = "differ in the same way when the step is done again, so it is not known which is wrong"
+            what = "differ in the same way when the step is repeated, so it is not known which is wrong"
             self._record_corruption(suspect, finding, [*suspect.sums], what)
             self._comparison.reported |= {rank % suspect.shard_group for rank in suspect.sums}
         else:
-            what = "differed, and doing the step again has not shown which was wrong"
+            what = "differed, and repeating the step has not shown which was wrong"
             self._record_corruption(suspect, UNKNOWN, [*suspect.sums], what)
 
     def _record_corruption(self, difference: Difference, finding: str, ranks: list[int], what: str) -> str:

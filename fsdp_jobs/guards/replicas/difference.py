@@ -22,7 +22,7 @@ class Difference:
         """`digests` are of the ranks that hold the shards; `places` are where these ranks, and others, run."""
         self.step, self.shard_group, self.places = step, shard_group, places
         self.sums: dict[int, Sums] = {rank: {"": digest} for rank, digest in sorted(digests.items())}
-        self.asked_at = now  # agents, for the checksums of single tensors
+        self.asked_at = now  # when agents were asked for the checksums of single tensors
         self.expected: dict[int, int] = {}  # rank -> number of its tensors
 
     @property
@@ -45,7 +45,7 @@ class Difference:
         return sorted({name for name, sums in self._shards() if name and len({*sums.values()}) > 1})
 
     def _shards(self) -> list[tuple[str, dict[int, str]]]:
-        """Return name and checksums by rank per tensor and shard; only of all tensors until each is known."""
+        """Return (tensor, checksum by rank) of each shard; of all tensors together until those of each are known."""
         of, is_complete = defaultdict[tuple[str, int], dict[int, str]](dict), self.is_complete
         for rank, sums in self.sums.items():
             for name, value in sums.items():

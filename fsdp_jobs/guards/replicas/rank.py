@@ -19,7 +19,7 @@ class Guard:
     def after_step(self, step: int, is_end: bool) -> None:
         """Send checksums to the agent, if there is one, when they are due and tensors are sharded as planned.
 
-        Those of snapshots are compared without it.
+        With snapshots, agents compare the checksums that seal them; only at `is_end` are others needed.
         """
         checkpoints = self._checkpoints
         every = checkpoints.job.integrity.every_steps

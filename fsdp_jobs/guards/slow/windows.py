@@ -46,7 +46,7 @@ class Window:
     by_node: dict[str, dict[int, float]]  # cause -> node -> lower bound for its slowest rank, at the usual work
     at_most: dict[str, dict[int, float]]  # the same, upper bound; infinite if the work is unknown
     is_host_bound: dict[int, bool]  # node -> one of its GPUs waits for the host
-    in_turn_s: float  # by how much the forward of the rank that is slowest in each step exceeds the slowest rank's
+    in_turn_s: float  # forward of each step's slowest rank, minus that of the rank that is slowest on average
     work: tuple[float, float]  # the usual work of a rank, (linear, quadratic)
 
     @classmethod
@@ -194,13 +194,13 @@ def _imbalance(window: Window) -> float:
 
 
 _ROTATING = (
-    "no node is slow, but another rank is the slowest in each step, which costs about {lost:.0%} of them: "
+    "no node is slow, but another rank is the slowest in each step, which costs about {lost:.0%} of a step: "
     "are samples of unequal length, or the machines busy with other work?"
 )
 _ALL = {
     "data": "they wait for data, so look at the storage that it comes from",
     "checkpoint": "they wait for checkpoints, so look at the storage that these go to",
     "compute": "every node computes more slowly",
-    "network": "they neither compute more slowly nor wait for data, so look at the network, if nothing new, such as an "
-    "evaluation, runs between steps",
+    "network": "they compute as fast as before and do not wait for data, so look at the network, or at new work "
+    "between steps, such as an evaluation",
 }

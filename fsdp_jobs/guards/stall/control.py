@@ -46,8 +46,8 @@ class Guard(guard.Guard):
         if not phases or attempt.round.requested is Request.STOP:  # a stop has a time limit of its own
             return
         if attempt.round.has_reports and Phase.DONE in phases:
-            return  # with its steps; what the others still do may take long
-        if now > attempt.in_charge_until:  # storage is away, and ranks may wait for it
+            return  # a rank has done all its steps; what the others still do may take long
+        if now > attempt.in_charge_until:  # storage does not answer, and ranks may wait for it
             self._since, self._asked_at = now, None
             return
         # While one rank waits for a checkpoint, others may wait for that rank.
@@ -57,7 +57,7 @@ class Guard(guard.Guard):
             return
         silent_s = min((a.beat.measured.get("silent", 0.0) for a in agents), default=0.0)
         if not (self._see(min(a.step for a in agents if a.phases), attempt.round.first_step, now) or silent_s):
-            self._asked_at = None  # also if it ended while agents collected stacks
+            self._asked_at = None  # also if the stall ended while agents collected stacks
         elif self._asked_at is None:
             self._asked_at, self._answers, self._silent_s = now, {}, silent_s
             attempt.agents.send(Dump())
@@ -87,7 +87,7 @@ class Guard(guard.Guard):
         """
         if self._step is None or slowest != self._step:
             if self._step is not None and slowest > self._step:
-                before_s = self._step_s if self._step > first_step + 1 else 0.0  # the first step only stands in
+                before_s = self._step_s if self._step > first_step + 1 else 0.0  # the first one's is a placeholder
                 self._step_s = max(0.8 * before_s, (now - self._since) / (slowest - self._step))
             self._step, self._since = slowest, now
         return slowest > first_step and now - self._since > self._limit_s()

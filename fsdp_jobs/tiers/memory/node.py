@@ -183,7 +183,7 @@ class Tier(tier.Tier):
                 if entry.bytes:
                     connection.sendfile(data, begins[entry.name], entry.bytes)  # in the kernel, without a copy
         if not (answer := lines.readline()):
-            raise ValueError("it has not come there whole")
+            raise ValueError("the partner has not received all of it")
         Kept.read(answer)
 
     def _connected(self, partner: Partner) -> tuple[socket.socket, IO[bytes]]:
@@ -281,4 +281,4 @@ class _Receiver(socketserver.StreamRequestHandler):
         sums = slot.seal(snapshot, _THREADS)
         if sums is None or not copy.sums.items() <= sums.items():
             slot.withdraw()
-            raise ValueError("damaged on its way")
+            raise ValueError("damaged in transit")

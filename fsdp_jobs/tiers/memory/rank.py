@@ -29,7 +29,7 @@ from fsdp_jobs.tiers.memory.snapshots import Snapshots
 from fsdp_jobs.tiers.memory.tensors import Place, mapped, metadata_of, part_of
 
 _PIECE = 1 << 24  # elements copied at once
-_TRIES = 3  # to load a step, by rounds that died of it
+_TRIES = 3  # rounds that may die while they load a step; then it is not tried again
 _TRIED = "tried"  # file of the steps tried, once per round
 _FETCHED = "fetched"  # folder of files from other nodes for a restore
 
@@ -215,7 +215,7 @@ def _pieces(target: Tensor, part: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
 
 
 def _copy(pair: tuple[Tensor, Tensor]) -> None:
-    """Copy a piece; to a GPU by way of pinned memory: other memory copies at an eighth of the link's speed."""
+    """Copy a piece; to a GPU through pinned memory: pageable memory copies at an eighth of the link's speed."""
     target, part = pair
     target.copy_(part.pin_memory() if target.is_cuda else part, non_blocking=True)
 
@@ -225,7 +225,7 @@ def _faults(folder: Path, one: Found, threads: int) -> list[str]:
     slot = _slot(folder, one)
     snapshot = slot.snapshot()
     if snapshot is None or Found.of(snapshot, one.is_copy, one.holder) != one:
-        return ["it is not what was found"]
+        return ["it was replaced meanwhile"]
     return slot.verify(threads)
 
 

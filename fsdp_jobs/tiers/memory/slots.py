@@ -67,7 +67,7 @@ class Snapshot(Record):
     world_size: int
     shard_group: int
     entries: list[Entry]
-    is_whole: bool = True  # not only `is_alone` entries
+    is_whole: bool = True  # False: only its `is_alone` entries
     stream: dict[str, Any] | None = None  # where a stream continues
 
     @property
@@ -233,7 +233,7 @@ def restore_folder(folder: Path, run: RunDir) -> IO[str] | None:
 
 def _furnish(folder: Path, run: RunDir) -> None:
     (folder / COPIES).mkdir(mode=0o700, exist_ok=True)
-    if not (folder / _RUN).exists():  # each round comes here: without room, a file that is written anew is empty
+    if not (folder / _RUN).exists():  # each round comes here: on a full disk, writing it again would empty it
         (folder / _RUN).write_text(str(run.path))
 
 
@@ -313,16 +313,16 @@ def lost_shards(found: Collection[Found], after: int, safe: int) -> tuple[int, s
     """Return the newest step after `after` that was in memory, and what is lost of it; None if there is none.
 
     Args:
-        safe: the newest step that was safe when the last round ended: all that is known of a step of which no node has
-            a part.
+        safe: the newest step that was safe when the last round ended. If no node has any part of a step, only this
+            is known of it.
     """
     instead = "an older checkpoint is read" if after > 0 else "there is no older checkpoint"
     newest = max((one for one in found if one.step > after), key=lambda one: (one.term, one.step), default=None)
     if newest is None:
-        lost = f"step {safe} was in the nodes' memory, and no node has any of it any more: {instead}"
+        lost = f"step {safe} was in the nodes' memory, but no node has any of it now: {instead}"
         return (safe, lost) if safe > after else None
     same = [one for one in found if (one.term, one.step) == (newest.term, newest.step) and one.is_whole]
     missing = sorted({*range(newest.shard_group)} - {one.rank % newest.shard_group for one in same})
     shards = listed([*map(str, missing)], most=8)
-    what = f"no node has its shards {shards} of {newest.shard_group} whole in memory any more"
-    return newest.step, f"of step {newest.step} there was a snapshot, and {what}: {instead}"
+    what = f"no node has its shards {shards} of {newest.shard_group} whole in memory"
+    return newest.step, f"the snapshot of step {newest.step} is not complete: {what}; {instead}"

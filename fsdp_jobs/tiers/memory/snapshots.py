@@ -41,7 +41,7 @@ _SLACK = 1 << 20  # bytes for random states and counters, whose size varies
 _AT_ONCE = 1 << 26  # bytes of a snapshot, up to which its slots are made while its step waits
 _PAGE = 4096
 _PIECE = 1 << 26  # bytes of a slot that CUDA registers at once, while no kernel can be launched
-_REST = 4  # times as long as that took, until the next piece
+_REST = 4  # pause until the next piece, as a multiple of the time that one took
 
 
 class Snapshots(SnapshotTier):
@@ -59,7 +59,7 @@ class Snapshots(SnapshotTier):
         is_one_node = self.ranks.world == int(os.environ["LOCAL_WORLD_SIZE"])
         self._has_replica = self.layout.replicas > 1 and not is_one_node  # on another node
         self._group = dist.new_group(backend="gloo")  # keeps votes apart from the collectives of saves
-        self._ballot = torch.zeros(2, dtype=torch.int32, device="cpu")  # a vote, and whether a newest was withdrawn
+        self._ballot = torch.zeros(2, dtype=torch.int32, device="cpu")  # a vote, and 1 if the newest was withdrawn
         self._voting: dist.Work | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot", initializer=self._use_device)
         self._copying: Future[None] | None = None
@@ -74,7 +74,7 @@ class Snapshots(SnapshotTier):
         self._copies_first = False  # steps wait for copies, because something changed the state during one
         self.done = 0  # steps
         self._since, self._cost_s = time.monotonic(), 0.0  # when the newest snapshot began, and its cost
-        self._taken_s = 0.0  # reported part
+        self._taken_s = 0.0  # the part that `take_stall` has returned
 
     @classmethod
     def of_rank(cls, checkpoints: Checkpointer) -> Self | None:
@@ -126,7 +126,7 @@ class Snapshots(SnapshotTier):
         if vote != _DUE:
             return
         begin = time.perf_counter()
-        if not is_lost:  # else its slots are free, on all ranks
+        if not is_lost:  # else the snapshot is void, and its slots are free on all ranks
             if self._snapshots and self.leads:
                 forget_before(self.folder, self.term)  # every node has a snapshot of this round
             self._number = 1 - self._number
@@ -202,7 +202,7 @@ class Snapshots(SnapshotTier):
             return
         if changed := unchanged.changed():
             self._copies_first = True
-            slot.copied.touch()  # without a description: all ranks treat it as withdrawn
+            slot.copied.touch()  # but not published: all ranks treat it as withdrawn
             self.tell(snapshot.step, f"no snapshot of step {snapshot.step}: {CHANGED.format(listed(changed, 3))}")
             return
         record()
