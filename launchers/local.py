@@ -20,7 +20,7 @@ from fsdp_jobs.run import folders
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.files import as_written
 from fsdp_jobs.run.processes import visible_gpus
-from fsdp_jobs.run.rank_state import remove_what_is_left
+from fsdp_jobs.run.rank_state import remove_leftovers
 from fsdp_jobs.run.table import size
 
 _SHM = 32 * 2**20  # bytes of /dev/shm for a rank: its data workers' batches, and NCCL's or gloo's buffers
@@ -48,7 +48,7 @@ class LocalLauncher(DetachedLauncher):
         """End all processes of a run's newest job, and remove what they kept in this machine's memory."""
         had_job = super().kill(run)
         if had_job:
-            remove_what_is_left()
+            remove_leftovers()
             folders.remove(Path(load_config(run.config).checkpoint.memory.dir), folders.snapshots_of(run))
         return had_job
 

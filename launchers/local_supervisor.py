@@ -19,7 +19,7 @@ from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ADDRESS_ENV, ATTEMPT_ENV, COORDINATOR_ENV
 from fsdp_jobs.run.files import write_atomic
 from fsdp_jobs.run.processes import NO_GPU, free_port, gpus_variable
-from fsdp_jobs.run.rank_state import remove_what_is_left
+from fsdp_jobs.run.rank_state import remove_leftovers
 from fsdp_jobs.run.verdict import Verdict
 
 _LEAVE_S = 20.0  # for processes to end after their attempt's verdict
@@ -70,7 +70,7 @@ class _LocalAttempt(Attempt):
         verdict = self.supervise()
         assert verdict is not None
         self.finish(_LEAVE_S)
-        remove_what_is_left()
+        remove_leftovers()
         return verdict
 
 

@@ -42,7 +42,9 @@ class State:
         """
         self.model, self.optimizer, self.device = model, optimizer, device
         if _HYPERPARAMETERS in others:
-            raise TypeError(f"{_HYPERPARAMETERS} is used by the optimizer in a checkpoint: save yours under another name")
+            raise TypeError(
+                f"the optimizer's {_HYPERPARAMETERS} have this name in a checkpoint: save yours under another"
+            )
         for name, value in vars(optimizer).items():  # of ZeroRedundancyOptimizer, Lookahead, SAM, lists of optimizers
             for inner in tree_leaves(value):
                 if isinstance(inner, torch.optim.Optimizer) and inner.state is not optimizer.state:

@@ -53,7 +53,7 @@ def find_cause(broken: Round, silent: set[int]) -> Cause:
     alike = {f.node for f in real if f.exit_code == first.exit_code and f.problem == first.problem}
     if first.has_aborted:  # the silent nodes may be why
         alike |= silent
-    return Cause(first.describe(), first, first.node if first.may_be_the_machines and len(alike) == 1 else None)
+    return Cause(first.describe(), first, first.node if first.may_be_machine_fault and len(alike) == 1 else None)
 
 
 class Budget:
@@ -89,10 +89,10 @@ class Budget:
             broken: the round; if it was long, that counts as progress, unless it ended like the one before.
         """
         failure, why = cause.failure, cause.why
-        is_programs, signature = False, None
+        is_program_fault, signature = False, None
         if failure is not None:
-            is_programs = not failure.may_be_the_machines
-            if is_programs or (failure.exit_code == -signal.SIGSEGV and failure.step > broken.first_step):
+            is_program_fault = not failure.may_be_machine_fault
+            if is_program_fault or (failure.exit_code == -signal.SIGSEGV and failure.step > broken.first_step):
                 signature = failure.signature
         again = signature is not None and signature == self._last_signature
         if committed > self._committed or (broken.was_long and not again):
@@ -111,7 +111,7 @@ class Budget:
             self._last_signature = signature or self._last_signature
         if self.count <= self.most:
             return None
-        kind = "stalled" if broken.has_stalled else "user_error" if is_programs else "infrastructure"
+        kind = "stalled" if broken.has_stalled else "user_error" if is_program_fault else "infrastructure"
         reason = f"{counted(self.count, 'failure')} without a new checkpoint; the last: {why}"
         return Verdict(kind, "stop", reason, **details)
 

@@ -1,4 +1,4 @@
-"""Do something in a background thread, or wait for something. No torch."""
+"""Run something in a background thread, or poll until a condition holds. No torch."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ class SlowNode(Event, style="red"):
         what = f"{SLOW_CAUSES[self.cause]} {1e3 * self.own_s:.1f} ms per step, {1e3 * self.others_s:.1f} ms"
         others = f"on the median of {self.others} other nodes" if self.others > 1 else "on the only other node"
         cost = f"{self.lost_s / self.step_s:.0%} of each step, {self.hours_per_day:.3g} GPU hours a day"
-        doubt = "" if self.others > 1 else "; with two nodes it is not known which is as it should be"
+        doubt = "" if self.others > 1 else "; with two nodes it is not known which one is normal"
         return f"node {self.node} ({self.host}) is slow: {what} {others}; this costs {cost}{doubt}" + "".join(
             f"; {why}" for why in self.throttled
         )
@@ -429,7 +429,7 @@ def newest_of(run: RunDir, kind: type[_Kind]) -> Iterator[_Kind]:
 
 
 def seldom_events(events: Tail) -> Iterator[Event]:
-    """Yield new events, of successive checkpoints only the last: a long run has thousands of them."""
+    """Yield new events, but only the last of successive checkpoints: a long run has thousands of them."""
     pairs = itertools.pairwise(itertools.chain(events.lines(), [b""]))
     lines = (line for line, following in pairs if not (_CHECKPOINT in line and _CHECKPOINT in following))
     return parse_events(json_objects(lines, events.path))

@@ -21,7 +21,7 @@ _OF_TORCH = re.compile(r"RuntimeError|\bDist\w*Error")
 
 _OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|can't allocate memory", re.IGNORECASE)
 
-# What is written for a terminal: colours, cursor movements, bells.
+# A terminal's control sequences: colours, cursor movements, bells.
 CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0e-\x1f\x7f]")
 
 # A message with another process's traceback, and the error at its end.
@@ -52,15 +52,15 @@ def reports_lost_peer(text: str) -> bool:
 
 
 def waited_s(message: str) -> float:
-    """Return for how many seconds a rank waited before what it waited for timed out, 0 if a message does not say so."""
+    """Return the seconds that a rank waited for something that then timed out; 0 if the message does not say."""
     return max((float(n) / (1 if unit == "seconds" else 1000) for n, unit in _WAITED.findall(message)), default=0.0)
 
 
 def summary(message: str) -> str:
-    """Return an error's first line and, if that does not say enough, the one that does.
+    """Return an error's first line and, if another line says the cause, that line; without control sequences.
 
-    That is one that reports a lost peer, the exception of another process whose traceback the message has, as of a
-    DataLoader's worker, or the line that a colon announces. Control sequences are left out: they are for a terminal.
+    Such a line reports a lost peer, ends the traceback of another process, such as a DataLoader's worker, or follows a
+    first line that ends with a colon.
     """
     message = _RULE.sub("", CONTROL.sub("", message))
     lines = [line.strip() for line in message.splitlines() if line.strip()] or [""]
@@ -96,7 +96,7 @@ class Failure:
 
     @property
     def has_aborted(self) -> bool:
-        """Whether it ended by SIGABRT, without an exception: NCCL's watchdog ends ranks of all nodes so."""
+        """Whether it ended by SIGABRT without an exception, as NCCL's watchdog ends ranks on all nodes."""
         return self.exit_code == -signal.SIGABRT and not self.error
 
     @property
@@ -113,7 +113,7 @@ class Failure:
         return next((kind for kind in _HERE_ALONE if self.error.startswith(kind)), self.error)
 
     @property
-    def may_be_the_machines(self) -> bool:
+    def may_be_machine_fault(self) -> bool:
         if self.is_out_of_memory:
             return False
         is_of_hardware = _HARDWARE.search(self.error) is not None and not _OF_PROGRAM.search(self.error)

@@ -87,17 +87,16 @@ def as_written(path: Path | str) -> Path:
 
 
 def is_there(path: Path) -> bool:
-    """Return whether a file exists: also no while its storage is away, where `exists` raises before Python 3.14."""
+    """Whether a file exists; False if its storage does not answer, where `exists` raises before Python 3.14."""
     with suppress(OSError):
         return path.exists()
     return False
 
 
 def look_again(file: Path) -> None:
-    """Have an NFS client ask its server about a file that was not there: else it repeats that answer for a minute.
+    """Make an NFS client ask its server about a missing file again: it caches that the file is missing for a minute.
 
-    It asks about a folder when that is opened (close-to-open consistency); a folder that was not there comes after
-    the one above it.
+    A client asks when a folder is opened (close-to-open consistency). Missing folders are opened from the top down.
     """
     absent = [*itertools.takewhile(lambda folder: not _opens(folder), file.parents)]
     for folder in reversed(absent):

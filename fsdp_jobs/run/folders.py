@@ -69,7 +69,7 @@ def owned(base: Path, name: str) -> list[Path]:
 def remove(base: Path, name: str) -> None:
     """Remove this user's folders whose names begin with `name`, except those whose agent lives.
 
-    Processes that used such a folder and have lost their rank end.
+    Kills processes that used such a folder and have lost their rank.
     """
     for folder in owned(base, name):
         if (lock := take(folder, DYING_S)) is not None:

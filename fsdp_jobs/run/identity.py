@@ -42,7 +42,7 @@ class Identity(Record):
         return False
 
     def may_be_copied_to(self, run: RunDir) -> bool:
-        """Whether a run directory with this identity may be a copy, and its original be here or on another machine."""
+        """Whether `run`, which has this identity, may be a copy of another directory, here or on another machine."""
         if self.is_there:
             return not run.path.samefile(self.directory)
         return self.host != socket.gethostname()

@@ -6,8 +6,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-# Guards in the order in which the coordinator calls them; tiers besides shared storage and the nodes' disks, of which
-# the faster come later.
+# Guards in the order in which the coordinator calls them; tiers besides shared storage and the nodes' disks, the
+# slowest first.
 LEAVES = ("guards.slow", "guards.stall", "guards.silence", "guards.replicas", "tiers.memory")
 
 

@@ -11,5 +11,5 @@ def configure() -> None:
 
 
 def take_over(library: str) -> None:
-    """Also log a library's messages so: torch's own format imports its compiler, for seconds, to show a traceback."""
+    """Log a library's messages like ours: to show a traceback, torch's own format imports its compiler for seconds."""
     logging.getLogger(library).handlers = logging.getLogger().handlers

@@ -138,7 +138,7 @@ class Alive(Message):
 
     at: float | None  # when the answered message was sent; the node's lease starts then; None: no lease
     time: float  # seconds since 1970 by the coordinator's clock
-    is_in_charge: bool  # no other coordinator has begun a round; False: unknown, because storage is away
+    is_in_charge: bool  # no other coordinator has begun a round; False: unknown, because storage does not answer
 
 
 class Round(Message):

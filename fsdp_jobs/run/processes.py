@@ -28,12 +28,12 @@ from fsdp_jobs.run.files import try_lock, write_json
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _FILES = 1 << 20
 _RETRY_S = 0.02
-_DRIVERS = Path("/")  # below which they list GPUs
+_DRIVERS = Path("/")  # GPU drivers list their GPUs below it
 NO_GPU = "-1"  # hides all: AMD's runtime takes an empty list for none
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _RECORDED_S = 2.0  # within which a started process is recorded
 
-# What clusters and users send to have a job save and stop.
+# Signals by which clusters and users make a job save and stop.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 # Makes a rank write its stacks: a real-time signal that no program uses, if the system has any.
@@ -148,10 +148,10 @@ def wildcards() -> list[str]:
 
 
 def gloo_interface(others: Iterable[str]) -> dict[str, str]:
-    """Return the variable by which gloo takes the network interface towards the first other machine.
+    """Return the variable that makes gloo use the network interface towards the first other machine.
 
-    Without it gloo takes the address of this machine's name, which on Debian's default /etc/hosts only this machine
-    reaches (127.0.1.1). Empty if the name has another address, the user has set the variable, or there is no other
+    Without it gloo uses the address of this machine's name, which with Debian's default /etc/hosts (127.0.1.1) only
+    this machine reaches. Empty if the name has another address, the user has set the variable, or there is no other
     machine.
 
     Args:

@@ -1,4 +1,4 @@
-"""What the ends of a connection between agents and coordinator have in common: proofs, and limits of time. No torch.
+"""The handshake of connections between agents and the coordinator, and their time limits. No torch.
 
 Both ends first prove that they have the job's token (`enter`, `welcome`), as two agents do to exchange snapshots.
 """
@@ -14,7 +14,7 @@ from fsdp_jobs.config.schema import ElasticConfig
 from fsdp_jobs.run.messages import Answer, Challenge, Welcome
 
 AGENT, COORDINATOR, PARTNER = "agent", "coordinator", "partner"  # the sides that prove
-CONNECTION = "connection to the coordinator"  # in every line about it in an agent's log
+CONNECTION = "connection to the coordinator"  # in each line of an agent's log about it
 LOG_AGAIN_S = 60.0  # between two such lines
 LINE = 4096  # most bytes to read before the other side has proved that it has the token
 

@@ -97,13 +97,13 @@ class RankState:
 
 def make_folder() -> Path:
     """Make a folder for a node's rank states, in memory if possible; this process removes it at exit."""
-    remove_what_is_left()
+    remove_leftovers()
     folder, lock = folders.make(_base(), folders.RANKS)
     multiprocessing.util.Finalize(None, folders.discard, (folder, lock), exitpriority=-100)  # after semaphores
     return folder
 
 
-def remove_what_is_left() -> None:
+def remove_leftovers() -> None:
     """Remove folders of this user's killed agents, and semaphores of agents and ranks without a folder."""
     base = _base()
     folders.remove(base, folders.RANKS)
@@ -128,7 +128,7 @@ def keep_temporaries_in(folder: Path) -> None:
 
 
 def temporaries(folder: Path) -> dict[str, str]:
-    """Return the environment by which ranks find a folder for temporary files: an agent's, if the usual one is gone.
+    """Return the variable that gives ranks the agent's folder for temporary files, if the usual one is gone.
 
     On SLURM a job's private /tmp (job_container/tmpfs) is removed on all its nodes when the job loses one.
     """

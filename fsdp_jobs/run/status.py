@@ -80,7 +80,7 @@ class RunStatus:
         self.waited_for = ""  # the cluster's newest reason; replaces `reason` until the next event
         self._newest: JsonObject = {}  # line of metrics.jsonl
         self._recent: deque[JsonObject] = deque(maxlen=_RECENT)
-        self._line_s = 0.0  # between it and the one before
+        self._line_s = 0.0  # seconds between the two newest lines
         self._between = 1  # steps from a line to the next
         self._last = self._before_s = self._queue_s = 0.0  # time of the newest event; seconds of earlier submissions
         self._begun: float | None = None  # time of the present submission

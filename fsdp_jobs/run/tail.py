@@ -190,7 +190,7 @@ def sampled_json_lines(path: Path, count: int) -> Iterator[JsonObject]:
 def last_lines(file: Path, count: int, begin: int = 0) -> str:
     """Return the last lines of a file behind its first `begin` bytes, empty if it cannot be read."""
     newest = list[bytes]()
-    with suppress(OSError):  # its storage may be away
+    with suppress(OSError):  # its storage may not answer
         newest += itertools.islice(lines_backwards(file, begin), count)
     return "\n".join(shown(line.decode(errors="replace")) for line in reversed(newest))
 
@@ -274,9 +274,9 @@ def _timed_lines(tail: Tail, times: Iterator[tuple[float, float]]) -> Iterator[t
 
 
 def _times(node: Sequence[Tail]) -> list[Iterator[tuple[float, float]]]:
-    """Return for each log of a node pairs of its size in bytes and the time of it, from its offset to its end.
+    """Return for each log of a node pairs (size in bytes, time when it had that size), from its offset to its end.
 
-    Those from before it last began anew are left out.
+    Those from before its last rotation are left out.
     """
     found = {rank_of(tail.path): array("d") for tail in node}  # there may be millions
     begins = {rank: tail.offset for rank, tail in zip(found, node, strict=True)}  # of ranks whose times go further back

@@ -92,7 +92,7 @@ def judge(run: RunDir, verdict: Verdict) -> None:
     before = Verdict.read(run, attempt)
     if before is None or before.decision == "requeue":  # the requeue will not follow
         verdict.close(run, attempt)
-        if run.tracking.exists():  # what sends the metrics may have died with the job, and not told the tracker its end
+        if run.tracking.exists():  # the process that sends metrics may have died before it told the tracker the end
             with suppress(OSError):  # this process may start no other
                 _start([sys.executable, "-m", "fsdp_jobs.observe.trackers.send", str(run.path)], subprocess.DEVNULL)
 

@@ -31,7 +31,7 @@ def refresh(sweep: Sweep, rows: Sequence[Row], overview: Overview | None = None)
             now = looked[run]
             row.handle, row.state, row.step, row.reason = now.handle, now.state, now.step or 0, now.reason
             row.objective = last_value(run.metrics, sweep.objective)
-        elif Path(sweep.runs_dir).exists():  # else its storage is away, and no run is gone
+        elif Path(sweep.runs_dir).exists():  # else its storage does not answer, and no run is gone
             row.state, row.handle, row.reason = NEW, None, "not submitted, or removed since"
 
 

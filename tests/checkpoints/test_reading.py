@@ -100,7 +100,7 @@ def test_a_node_that_cannot_read_condemns_nothing(tmp_path: Path, what: int | st
     assert said[1 - sick] == "a peer has gone"
     assert socket.gethostname() in said[sick] and of in said[sick] and str(tmp_path) in said[sick], said
     blamed = Failure(sick, sick, 1, said[sick], 0.0)
-    assert blamed.may_be_the_machines and not blamed.is_final
+    assert blamed.may_be_machine_fault and not blamed.is_final
 
     found = catalog.find_checkpoints(tmp_path / "checkpoints")
     assert [f.name for f in found] == ["step-00000004", "step-00000002"]

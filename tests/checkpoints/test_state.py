@@ -55,7 +55,7 @@ def test_groups_of_parameters_that_are_not_those_of_the_checkpoint_are_named() -
     fresh = torch.optim.SGD(weights[:1])
     with pytest.raises(JobFailed, match="has 1 group of parameters, and 2 in the checkpoint"):
         Hyperparameters(fresh).load_state_dict(saved)
-    with pytest.raises(TypeError, match="hyperparameters is used by the optimizer"):
+    with pytest.raises(TypeError, match="the optimizer's hyperparameters have this name"):
         State(nn.Linear(1, 1), fresh, {"hyperparameters": RandomState(torch.device("cpu"))}, torch.device("cpu"))
 
 

@@ -340,7 +340,7 @@ Last error:"""
 )
 def test_whose_fault_an_error_is(message: str, is_victim: bool, is_hardware: bool) -> None:
     failed = failure(0, 0, summary(message), exit_code=-9 if "kernel" in message else 1)
-    assert (failed.is_victim, failed.may_be_the_machines) == (is_victim, is_hardware)
+    assert (failed.is_victim, failed.may_be_machine_fault) == (is_victim, is_hardware)
     assert message.startswith(failed.error.partition(": ncclRemote")[0])
 
 
