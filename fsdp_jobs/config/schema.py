@@ -41,11 +41,11 @@ class HardwareConfig:
     memory_gb_s: float = key(0.0, "device memory bandwidth, GB/s; 0: elementwise work is not counted", at_least=0)
     host_memory_gib: float = key(0.0, "host memory per node, GiB; 0: offload is not checked against it", at_least=0)
     host_gb_s: float = key(0.0, "GB/s per GPU to host memory, one direction; 0: offload takes no time", at_least=0)
-    failures_per_1000_node_days: float = key(4.0, "of nodes that stop a job; for its goodput", at_least=0.01)
-    gpus_per_node: int = key(8, "devices per node; with `nproc_per_node=auto` ranks per node", at_least=1)
-    nvlink_domain: int = key(0, "GPUs connected by NVLink or its like; may span nodes; 0: a node's", at_least=0)
+    failures_per_1000_node_days: float = key(4.0, "node failures that stop a job; for its goodput", at_least=0.01)
+    gpus_per_node: int = key(8, "devices per node; `nproc_per_node=auto` starts as many ranks", at_least=1)
+    nvlink_domain: int = key(0, "GPUs connected by NVLink or its like; may span nodes; 0: those of a node", at_least=0)
     intra_node_gb_s: float = key(0.0, "GB/s per GPU, one direction, inside the domain", at_least=0)
-    nvls_gb_s: float = key(0.0, "the same of all-reduce by NVLink switches (NVLS), as a ring's; 0: none", at_least=0)
+    nvls_gb_s: float = key(0.0, "the same for all-reduce by NVLink switches (NVLS), as a ring's; 0: none", at_least=0)
     inter_node_gb_s: float = key(0.0, "GB/s per GPU, one direction, between nodes", at_least=0)
     intra_node_latency_us: float = key(5.0, "one step of a ring inside the domain, microseconds", at_least=0)
     inter_node_latency_us: float = key(15.0, "one step of a ring between nodes, microseconds", at_least=0)
@@ -100,7 +100,7 @@ class HfConfig(ModelConfig):
 
 @dataclass
 class NoModelConfig(ModelConfig):
-    """The user's program has its own model, of which nothing is known."""
+    """The user's program has its own model, which the plan does not know."""
 
     kind: str = "none"
 
@@ -124,11 +124,11 @@ class FsdpConfig:
     accumulate_unsharded: Any = key(AUTO, "reduce gradients once per step only", choices=(AUTO, True, False))
     activation_checkpointing: str = key("none", "which activations are recomputed", choices=RECOMPUTED)
     activation_checkpointing_every: int = key(2, "the n of every_n", at_least=1)
-    activation_offload: bool = key(False, "keep what activation checkpointing keeps in host memory")
+    activation_offload: bool = key(False, "move the activations that checkpointing keeps to host memory")
     meta_init: bool = key(True, "build on the meta device and fill shards: no rank holds the whole model")
     compile: bool = key(False, "torch.compile each block")
     chunked_loss: Any = key(
-        AUTO, "loss without ever all logits; auto: where the plan needs it", choices=(AUTO, True, False)
+        AUTO, "loss in chunks, never all logits at once; auto: where the plan needs it", choices=(AUTO, True, False)
     )
 
 
@@ -138,11 +138,11 @@ class DataConfig:
 
     kind: str = key("???", "set by the option", choices=("python_stdlib", "tokens", "synthetic", "text", "hf_dataset"))
     path: str | None = key(None, "`tokens`, `text`, `hf_dataset`: file, folder, glob or name on the hub; see below")
-    token_dtype: str = key("uint16", "`tokens`: as it was written, without a header", choices=("uint16", "uint32"))
+    token_dtype: str = key("uint16", "`tokens`: type of the ids, without a header", choices=("uint16", "uint32"))
     vocab_size: int = key(256, "token ids are below this", at_least=1)
     tokens: int = key(10_000_000, "`synthetic`: number of tokens", at_least=1)
     tokenizer: str = key("bytes", "`text`, `hf_dataset`: bytes, a folder with a tokenizer, or a name on the hub")
-    tokenize: str | None = key(None, "`text`, `hf_dataset`: instead, dotted path of your function to a list of ids")
+    tokenize: str | None = key(None, "`text`, `hf_dataset`: instead, dotted path of your function that returns ids")
     subset: str | None = key(None, "`hf_dataset`: which of its configurations")
     split: str = key("train", "`hf_dataset`")
     text_column: str = key("text", "`hf_dataset`: what the tokenizer gets")
@@ -152,7 +152,7 @@ class DataConfig:
     global_batch: int = key(16, "samples per optimizer step over all ranks, however many there are", at_least=1)
     micro_batch: int = key(4, "samples per rank at once; the rest is gradient accumulation", at_least=1)
     workers: int = key(1, "processes per rank that read ahead; 0 reads within the step", at_least=0)
-    prefetch: int = key(4, "microbatches each of them keeps ready", at_least=1)
+    prefetch: int = key(4, "microbatches that each of these processes keeps ready", at_least=1)
 
 
 @dataclass
@@ -161,14 +161,14 @@ class OptimConfig:
 
     lr: float = key(1e-3, "rate after warmup", at_least=0)
     beta1: float = key(0.9, "decay of the mean of gradients", at_least=0, below=1)
-    beta2: float = key(0.95, "decay of the mean of their squares", at_least=0, below=1)
-    eps: float = key(1e-8, "added to the root of the latter", at_least=0)
+    beta2: float = key(0.95, "decay of the mean of squared gradients", at_least=0, below=1)
+    eps: float = key(1e-8, "added to the root of that mean", at_least=0)
     weight_decay: float = key(0.1, "on matrices only; norms and biases are not decayed", at_least=0)
     grad_clip_norm: float = key(1.0, "global 2-norm; 0 is off", at_least=0)
     schedule: str = key("cosine", "after warmup", choices=("cosine", "constant"))
     warmup_steps: int = key(20, "steps of linear warmup", at_least=0)
     decay_steps: int | None = key(None, "step at which the cosine ends; null: `steps`", at_least=0)
-    min_lr_ratio: float = key(0.1, "of `lr`, at the end of the cosine", at_least=0)
+    min_lr_ratio: float = key(0.1, "part of `lr` that is left at the end of the cosine", at_least=0)
 
 
 @dataclass
@@ -176,7 +176,7 @@ class MemoryConfig:
     """Snapshots in the nodes' memory; they survive the ranks, and with a copy on another node also the node."""
 
     every_steps: Any = key(0, "steps between two snapshots; 0 is off, auto takes 1% of the time", at_least=0)
-    dir: str = key("/dev/shm", "where each node keeps them: a folder in a file system that is memory")
+    dir: str = key("/dev/shm", "where each node keeps them: a folder in a file system in memory")
 
 
 @dataclass
@@ -190,7 +190,7 @@ class CheckpointConfig:
     local_dir: str | None = key(None, "a folder on each node's own disk: shards are written there first, then copied")
     async_mode: str = key(AUTO, "auto is thread on CPU and process on CUDA", choices=(AUTO, "off", "thread", "process"))
     read_back: bool = key(True, "each rank reads its file again and compares checksums before the commit")
-    restart_from_zero: bool = key(False, "a run that had checkpoints may begin again when none can be used")
+    restart_from_zero: bool = key(False, "a run that had checkpoints may begin at step 0 when none can be used")
     memory: MemoryConfig = field(default_factory=MemoryConfig)
 
 
@@ -207,7 +207,7 @@ class IntegrityConfig:
     )
     action: str = key(
         "report",
-        "when they do not: report it, go back to where they did, and exclude the node, too",
+        "on a difference: report it; restart from where they agreed; exclude the node, too",
         choices=("report", "restart", "exclude"),
     )
 
@@ -223,18 +223,18 @@ class ElasticConfig:
         0.0, "seconds without the coordinator after which a node stops its ranks; 0: twice the timeout", at_least=0
     )
     join_window_s: float = key(20.0, "seconds that the first round waits for nodes above the minimum", at_least=0)
-    wait_for_nodes_s: float = key(600.0, "seconds below the minimum of nodes until the attempt requeues", at_least=1)
+    wait_for_nodes_s: float = key(600.0, "seconds with too few nodes until the attempt requeues", at_least=1)
     init_timeout_s: float = key(600.0, "process-group timeout until the first step is done, seconds", at_least=1)
     step_timeout_s: float = key(300.0, "process-group timeout afterwards, seconds", at_least=1)
     stall_timeout_s: float = key(
         0.0,
-        "seconds without a step; 0: 20 measured steps, at least 60 s, of a program at least 1,800 s. Of programs that "
-        "report none: of silence; 0: 1,800; a huge number: never",
+        "seconds without a step that count as a stall; 0: 20 measured steps, at least 60 s (a program: 1,800 s). For "
+        "programs that report no steps: seconds of silence; 0: 1,800. A huge number: never",
         at_least=0,
     )
     exclude_after: int = key(3, "failures of one machine after which it is excluded; 0 is off", at_least=0)
     exclude_for_s: float = key(3600.0, "seconds for which it is excluded; older failures do not count", at_least=1)
-    exclude_slow: bool = key(False, "exclude a machine that holds the others up, if the job is done sooner without it")
+    exclude_slow: bool = key(False, "exclude a machine that slows the others down, if the job ends sooner without it")
     max_skipped_updates: int = key(20, "steps in a row without a finite gradient norm that end the job", at_least=0)
     loss_spike: float = key(6.0, "standard deviations above the last 100 losses that make an event; 0: off", at_least=0)
     stop_on_nan_loss: bool = key(False, "a loss that is not a number ends the job")
@@ -245,7 +245,7 @@ class ElasticConfig:
 class ProgramConfig:
     """Facts about the user's own program."""
 
-    metrics: str | None = key(None, "pattern of lines, with groups `step`, `steps`, `loss`, `epoch`; null: known ones")
+    metrics: str | None = key(None, "pattern of lines with groups `step`, `steps`, `loss`, `epoch`; null: known ones")
 
 
 @dataclass
@@ -261,20 +261,20 @@ class TrackingConfig:
 class NotifyConfig:
     """Notifications that an attempt has ended or that replicas differ."""
 
-    command: str | None = key(None, "a shell command, run on the machine that judged")
+    command: str | None = key(None, "a shell command, run where the verdict is written")
     webhook: str | None = key(None, "`env:NAME`: the variable that holds the URL to which JSON is posted")
-    on: list[str] = key([*VERDICTS, "corruption"], "of what; `requeue`: of restarts, too", choices=NOTIFY_ON)
+    on: list[str] = key([*VERDICTS, "corruption"], "what to notify of; `requeue`: restarts, too", choices=NOTIFY_ON)
 
 
 @dataclass
 class SweepConfig:
     """How --multirun submits and compares its jobs."""
 
-    name: str | None = key(None, "of the sweep and, numbered, of its runs; null: `name`, or one from the swept keys")
+    name: str | None = key(None, "the sweep's and, numbered, its runs'; null: `name`, or one from the swept keys")
     dir: str = key("sweeps", "the folder that has a folder for each sweep")
     wait: bool = key(False, "stay until all jobs have ended, and hand their objectives to Hydra's sweeper")
-    objective: str = key("loss", "a key of `metrics.jsonl`; its last value is what jobs are compared by")
-    direction: str = key("minimize", "of the objective", choices=("minimize", "maximize"))
+    objective: str = key("loss", "a key of `metrics.jsonl`; jobs are compared by its last value")
+    direction: str = key("minimize", "what is better: a lower or a higher objective", choices=("minimize", "maximize"))
     parallelism: int = key(0, "jobs at once; 0: no limit on a cluster, 1 on this machine", at_least=0)
 
 
@@ -282,20 +282,20 @@ class SweepConfig:
 class JobConfig:
     """The whole configuration of a job."""
 
-    name: str | None = key(None, "the run's folder in `runs_dir`; one that exists continues; null makes a new one")
+    name: str | None = key(None, "the run's folder in `runs_dir`; an existing run continues; null makes a new one")
     runs_dir: str = key("runs", "where run directories are, relative to the current folder")
     nodes: Any = key(2, "a number, or `min:max` for a job that trains with what it can get between the two")
     nproc_per_node: Any = key(AUTO, "ranks per node; auto is `hardware.gpus_per_node`")
-    seed: int = key(0, "of the initial weights and of the order of samples", at_least=0)
+    seed: int = key(0, "seed of the initial weights and of the order of samples", at_least=0)
     steps: int = key(120, "optimizer steps in all, earlier attempts included", at_least=1)
     script: str | None = key(None, "your own program instead of the trainer: a `.py` or an executable")
-    module: str | None = key(None, "the same, as `python -m` runs it")
+    module: str | None = key(None, "your own program as a module, as for `python -m`")
     script_args: str = key("", 'its arguments, as in a shell: `script_args="--lr 3e-4"`')
     log_every_steps: int = key(1, "steps between two lines of `metrics.jsonl`", at_least=1)
     attach: bool = key(True, "stay and show progress; false returns the handle at once")
     dry_run: bool = key(False, "show the plan and what would be submitted, submit nothing")
     allow_config_change: bool = key(False, "let an existing run continue with another training configuration")
-    init_from: str | None = key(None, "weights that a new run starts from: a file, or a folder of them or of DCP")
+    init_from: str | None = key(None, "weights that a new run starts from: a file, a folder of files, or one of DCP")
     init_key_map: list[str] = key([], "`REGEX=>REPLACEMENT` for names in `init_from`, one after the other")
     init_rope: str = key("halves", "order of rotary pairs in `init_from`", choices=("halves", "interleaved"))
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
@@ -368,7 +368,7 @@ def load_config(path: Path) -> JobConfig:
 
     Raises:
         BadInput: a value cannot be converted to its key's type, or there is no such key.
-        Damaged: it has not the kind of model or cluster.
+        Damaged: it does not say the kind of model or cluster.
     """
     values, config = plain_values(path), JobConfig()
     given = dict(dotted(values))

@@ -75,7 +75,7 @@ class _Job:
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         alone |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         env = os.environ
-        env |= alone | env  # what is set stays
+        env |= alone | env  # variables that are set keep their values
         self.launched = LAYOUT_ENV in env
         if self.launched:
             self.run = RunDir(env[RUN_DIR_ENV])
@@ -113,14 +113,14 @@ class _Job:
         self.begin_agreement()
 
     def begin_agreement(self) -> None:
-        """Send this rank's request; `agreed` returns that of all ranks. The step in between does not wait for it."""
+        """Begin to exchange requests; `agreed` returns the result. The step in between does not wait for it."""
         is_overdue = self.checkpoints is not None and self.checkpoints.is_overdue()
         request = Request.STOP if self.was_signalled else Request.SAVE if is_overdue else Request.NONE
         if self.rank_state is not None:
             request = max(request, self.rank_state.requested())
             if request is Request.SAVE:
                 self.rank_state.request(Request.NONE)  # served once; other requests stay until the ranks have ended
-        self._words = torch.tensor([request, int(self.timer.compute_s * 1e6)], device="cpu")  # its own time: µs
+        self._words = torch.tensor([request, int(self.timer.compute_s * 1e6)], device="cpu")  # and its own time, µs
         self._agreeing = dist.all_reduce(self._words, dist.ReduceOp.MAX, group=self.agreement_group, async_op=True)
 
     def agreed(self) -> tuple[Request, float]:
@@ -309,8 +309,8 @@ def checkpointer(model: nn.Module, optimizer: torch.optim.Optimizer, **others: S
             raise TypeError(f"{what}, and a job saves one model and one optimizer: {one}")
         of_nodes = any(kind.__module__.startswith("torchdata.nodes") for kind in type(other).__mro__)
         if isinstance(other, DataLoader) or of_nodes:
-            cure = "begin it at a step by job.ElasticSampler, or save where a stream is that all ranks read"
-            raise TypeError(f"{what}, whose state is of one rank and one world: {cure}")
+            cure = "begin it at a step with job.ElasticSampler, or save the position of a stream that all read"
+            raise TypeError(f"{what}, whose state fits one rank and one world size: {cure}")
         if not isinstance(other, Stateful):
             raise TypeError(f"{what} without state_dict and load_state_dict")
     job = _the_job()
@@ -323,7 +323,7 @@ def checkpointer(model: nn.Module, optimizer: torch.optim.Optimizer, **others: S
 
 
 def set_timeout(seconds: float) -> None:
-    """Set the timeout of all further collectives, after which one that some rank does not reach fails.
+    """Set the timeout of all further collectives: one that a rank has not joined by then fails.
 
     At first it is `elastic.init_timeout_s`.
     """
@@ -371,7 +371,7 @@ def step(number: int, *, tokens: int = 0, flops: float = 0.0, last: bool = False
         number: steps done, this one included; NumPy's integers are taken, too.
         tokens: of the step over all ranks, for the speed.
         flops: of the step over all ranks, for the MFU.
-        last: only `finish` is left to do, even if the job was asked to leave.
+        last: only `finish` follows, even if the job was asked to leave.
         values: of rank 0, for the metrics; reports and sweeps compare `loss`. A `grad_norm` is the same on every rank;
             steps where it is not finite count as steps without an update.
 

@@ -101,10 +101,10 @@ def sharded_model(config: JobConfig, layout: Layout, mesh: DeviceMesh, device: t
 
 
 def make_equal(model: nn.Module, on_cpu: dist.ProcessGroup) -> None:
-    """Send rank 0's weights and buffers to all, if any tensor differs between ranks; not sparse ones.
+    """Send rank 0's weights and buffers to all ranks where they differ, except sparse ones.
 
     Args:
-        on_cpu: all ranks, for what is on a CPU; the default group may be of GPUs only.
+        on_cpu: a group of all ranks for tensors on a CPU; the default group may support only GPUs.
     """
     tensors = [t for t in [*model.parameters(), *model.buffers()] if t.layout is torch.strided]
     by_rank = Ranks(on_cpu).gather([int(checksum(tensor)) for tensor in tensors])

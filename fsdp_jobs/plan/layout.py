@@ -23,9 +23,9 @@ def only_group(strategy: str, world: int) -> int | None:
 def shard_dim(shape: Sequence[int], group: int) -> int:
     """Return the dimension on which a parameter is sharded over `group` ranks.
 
-    It is the first one. Matrices stacked in one parameter, as those of experts, are sharded inside if they are fewer
-    than the ranks, of which each would otherwise store a whole matrix or a padding of that size. FSDP2 pads only the
-    first dimension, so another one must be divisible by the group.
+    It is the first one, except for a parameter that stacks fewer matrices, such as experts, than there are ranks: each
+    rank would store a whole matrix, or padding of that size. FSDP2 pads only the first dimension, so another one must
+    be divisible by the group.
     """
     if len(shape) < 3 or shape[0] >= group:
         return 0

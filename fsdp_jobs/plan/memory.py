@@ -167,7 +167,7 @@ def _moments(
             replace(before, moment="gathering of the last block for backward", gathered=in_block + copied,
                     activations=saved * n, reduction=waiting + head_input),
         ]  # fmt: skip
-    # The last block that has so many more to gather. In forward its own buffer lives until the next one's arrives.
+    # The last block that prefetches so many others. In forward its own buffer lives until the next one's arrives.
     forward_ahead, backward_ahead = (
         min(ahead, n - 1) if reshard else 0 for ahead in (fsdp.forward_prefetch, fsdp.backward_prefetch)
     )

@@ -192,7 +192,7 @@ def _faster(config: JobConfig, shape: ModelShape, topology: Topology, option: Op
         overrides = [override for override in chosen if override]
         other = with_overrides(config, overrides)
         if other.fsdp.activation_offload and other.fsdp.activation_checkpointing == "none":
-            continue  # what is offloaded are the inputs of recomputed blocks
+            continue  # only the inputs of recomputed blocks are offloaded
         priced = price(other, shape, strategy, placement)
         if fits_well(config, priced):
             found.append((priced, overrides))

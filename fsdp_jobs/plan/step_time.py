@@ -64,7 +64,7 @@ class _Compute:
     head: float  # the final norm, the head, and the loss, forward and backward
     gathered: float  # casting this rank's part of a block, and copying the gathered block out of the flat buffer
     reduced: float  # copying a block's gradients into the reduce-scatter's input
-    passed: float  # copying them out of it where one rank is the whole group, which sends nothing
+    passed: float  # copying them out again in a group of one rank, which sends nothing
     accumulated: float  # adding a block's gradients to those of the microbatches before
     update: float  # clipping and AdamW
 

@@ -48,7 +48,7 @@ class TooManyOperations(RuntimeError):
     """The model loops over tokens, as Mamba does without its own kernels."""
 
 
-# Of models that look at values, or use kernels that a CPU lacks: a GPU runs them all the same.
+# Errors of models that read values, or use kernels that a CPU lacks. Such models run on a GPU.
 _NOT_ON_FAKE_TENSORS = (
     TooManyOperations,
     DynamicOutputShapeException,
@@ -322,7 +322,7 @@ def shape_of(config: JobConfig) -> ModelShape:
 def _said(error: Exception) -> str:
     """Return an error's first lines as one: Hydra and transformers say the cause and the cure in the next two.
 
-    Of a model that is no language model transformers lists all others.
+    For a model that is no language model, transformers lists all that are.
     """
     lines = (str(error).strip() or "no message").splitlines()[:3]
     return shorten(f"{type(error).__name__}: {' '.join(lines)}", 600, placeholder=" ...")

@@ -189,7 +189,7 @@ def test_a_loader_that_only_knows_its_own_ranks_place_is_refused_at_the_start() 
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters())
     for loader in (StatefulDataLoader([1, 2]), Loader(), type("Mine", (Loader,), {})()):
-        what = rf"loader is a {type(loader).__name__}, whose state is of one rank.*ElasticSampler"
+        what = rf"loader is a {type(loader).__name__}, whose state fits one rank.*ElasticSampler"
         with pytest.raises(TypeError, match=what):
             job.checkpointer(model, optimizer, loader=loader)
     with pytest.raises(TypeError, match=r"mean is a AveragedModel, .*put several networks into one nn.Module"):
