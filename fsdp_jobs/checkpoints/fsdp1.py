@@ -144,7 +144,7 @@ def _entries(optim: Any) -> Iterator[tuple[str, str, Any]]:
 
 
 def _check_groups(model: nn.Module) -> None:
-    """Raises: TypeError when groups of ranks train separate models, of which a checkpoint would keep only one."""
+    """Raises: TypeError when groups of ranks train separate models: a checkpoint would keep only one of them."""
     world = dist.get_world_size()
     for unit in FullyShardedDataParallel.fsdp_modules(model):
         is_hybrid = unit.sharding_strategy in HYBRID_SHARDING_STRATEGIES  # False if its shard groups have one rank

@@ -43,7 +43,7 @@ class State:
         self.model, self.optimizer, self.device = model, optimizer, device
         if _HYPERPARAMETERS in others:
             raise TypeError(
-                f"the optimizer's {_HYPERPARAMETERS} have this name in a checkpoint: save yours under another"
+                f"the optimizer's {_HYPERPARAMETERS} have this name in checkpoints: save yours under another"
             )
         for name, value in vars(optimizer).items():  # of ZeroRedundancyOptimizer, Lookahead, SAM, lists of optimizers
             for inner in tree_leaves(value):
@@ -191,7 +191,7 @@ class State:
             if isinstance(saved, TensorStorageMetadata):
                 state[name] = torch.empty(saved.size, dtype=torch.uint8, device="cpu")
             elif name in self.others and dist.get_rank() == 0:  # the program has added it since the save
-                print(f"WARNING {checkpoint} does not have {name.removeprefix('others.')}: it begins anew", flush=True)
+                print(f"WARNING {checkpoint} has no {name.removeprefix('others.')}: it stays as it is", flush=True)
         trained = self._in_groups() | {p for p in self.model.parameters() if p.requires_grad}
         frozen = {_of_parameter(self._fqn(name)) for name, p in self.model.named_parameters() if p not in trained}
         _check_same_model(state, metadata.state_dict_metadata, checkpoint, frozen)

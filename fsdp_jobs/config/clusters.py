@@ -16,7 +16,7 @@ class ClusterConfig:
     launcher: str = key("???", "the TorchX scheduler that submits; set by the option")
     topology: str | None = key(None, "file with the switch of each node")
     accelerator: str = key(AUTO, "auto: cuda if a node has a GPU for each rank", choices=(AUTO, "cpu", "cuda"))
-    replaces_nodes: ClassVar[bool] = False  # one by one: a request to one node to end does not concern the others
+    replaces_nodes: ClassVar[bool] = False  # one by one: its request to end one node does not concern others
     shares_files: ClassVar[bool] = True  # paths in the configuration name the same files here and on the nodes
     shares_environment: ClassVar[bool] = False  # ranks get the environment of the submitting process
 
@@ -124,7 +124,7 @@ class KubernetesClusterConfig(ClusterConfig):
     cpus: str | None = key(None, "CPUs per node, request and limit; null: 1 per rank on CPU, 8 per GPU")
     memory: str | None = key(None, "memory per node, request and limit; null: 2Gi per rank on CPU, 32Gi per GPU")
     shm: str = key("2Gi", "/dev/shm, counted in memory")
-    gpu_resource: str = key("nvidia.com/gpu", "resource of which a node requests one per rank")
+    gpu_resource: str = key("nvidia.com/gpu", "resource that a node requests once per rank")
     resources: dict[str, str] = key({}, 'further resources per node: {vpc.amazonaws.com/efa: "4"}')
     env: dict[str, str] = key({}, "environment of a node: NCCL_SOCKET_IFNAME, ...")
     secret_env: dict[str, str] = key({}, "environment of a node from secrets, variable: secret/key")

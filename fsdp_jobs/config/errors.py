@@ -53,8 +53,8 @@ class JobFailed(Exception):
 
 
 def name_file(error: OSError) -> None:
-    """Add to an error of reading or writing, which names no file, the one that was open where it was raised."""
-    if error.errno is not None and error.filename is None:  # without a number it is of an object store's client
+    """Name the file in a read or write error that names none: the file that was open where it was raised."""
+    if error.errno is not None and error.filename is None:  # an error without a number is from an object store's client
         for frame, _ in [*traceback.walk_tb(error.__traceback__)][1:]:  # the first is the caller's
             for value in frame.f_locals.values():
                 if isinstance(value, io.FileIO | io.BufferedReader | io.TextIOWrapper):

@@ -105,7 +105,7 @@ def option_meant_by(group: str, option: str) -> str:
 
 
 def program_at(args: Sequence[str]) -> int:
-    """Return where arguments name a program, as torchrun's `train.py` or `-m module`; their number if they do not."""
+    """Return where arguments name a program, as torchrun's `train.py` or `-m module`; without one, their count."""
     for i, (before, arg) in enumerate(pairwise(["", *args])):
         if re.fullmatch(r"[^-=][^=]*\.py", arg):
             return len(args) if before in _TAKE_VALUES else i

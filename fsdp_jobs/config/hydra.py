@@ -33,9 +33,9 @@ from fsdp_jobs.config.schema import SCHEMAS, JobConfig
 # Hydra loads plugins only from the package hydra_plugins. Under these names sweeps/hydra_launcher.py provides ours.
 PLUGINS = {"launcher": "hydra_plugins.fsdp_jobs.SweepLauncher", "sweeper": "hydra_plugins.fsdp_jobs.GridSweeper"}
 
-_HYDRAS = ("hydra/", "hydra.searchpath", "hydra.sweeper")  # what of Hydra's own settings has an effect here
+_HYDRAS = ("hydra/", "hydra.searchpath", "hydra.sweeper")  # Hydra's own settings that have an effect here
 
-# Mappings with keys of the user's, each with a dot at its end: "model.kwargs.".
+# Mappings whose keys the user chooses, each with a dot at its end: "model.kwargs.".
 _OPEN = tuple(
     f"{group}.{f.name}." for group, _, node in SCHEMAS for f in fields(node) if str(f.type).startswith("dict")
 )
@@ -81,7 +81,7 @@ def hydra_here() -> Iterator[None]:
 
 @contextmanager
 def ctrl_c(waits: bool) -> Iterator[None]:
-    """Let Ctrl-C wait, or not: when it comes while Hydra or OmegaConf compose, they raise some other error."""
+    """Postpone Ctrl-C, or allow it again: Hydra and OmegaConf turn it into other errors while they compose."""
     how = signal.SIG_BLOCK if waits else signal.SIG_UNBLOCK
     before = signal.pthread_sigmask(how, {signal.SIGINT})
     try:

@@ -136,5 +136,5 @@ def peak_flops(hardware: HardwareConfig, dtype: str) -> float:
 
 
 def seconds_per_byte(gb_s: float) -> float:
-    """Return the time of a byte at a rate in GB/s; none at 0, which means that the rate is not known."""
+    """Return the time of a byte at a rate in GB/s; 0 for a rate of 0, which means unknown."""
     return 1 / (gb_s * 1e9) if gb_s else 0.0

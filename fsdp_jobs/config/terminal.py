@@ -21,7 +21,7 @@ _THEME = Theme({"bar.finished": "green"})  # rich's green of a full bar is the g
 class _Console(Console):
     """Shows text of runs and launchers verbatim, without markup."""
 
-    ends_with_its_reader = True  # else the command goes on, unheard
+    ends_with_its_reader = True  # else the command continues without output
 
     def __init__(self, stderr: bool = False):
         super().__init__(stderr=stderr, highlight=False, markup=False, emoji=False, theme=_THEME)
@@ -32,7 +32,7 @@ class _Console(Console):
         self._color_system = self._detect_color_system()
 
     def on_broken_pipe(self) -> None:
-        """Raise BrokenPipeError again, or say no more; rich would exit with 1."""
+        """Raise BrokenPipeError again, or print nothing more; rich would exit with 1."""
         silence(self.file)
         if self.ends_with_its_reader:
             raise BrokenPipeError

@@ -119,7 +119,7 @@ class LogKeeper:
     def _watch(self) -> None:
         while not self._over.wait(_EVERY_S):
             self._note()
-            with suppress(OSError):  # the folder is away
+            with suppress(OSError):  # the folder's storage does not answer
                 self._shorten()
         self._note()
 

@@ -597,7 +597,7 @@ def _with_another_object(folder: str) -> str:
 
 def test_an_object_that_older_checkpoints_lack_begins_as_it_is_and_is_named(tmp_path: Path) -> None:
     printed, of_rank_1 = run_world(2, _with_another_object, str(tmp_path))
-    assert "WARNING step-00000003 does not have added: it begins anew" in printed
+    assert "WARNING step-00000003 has no added: it stays as it is" in printed
     assert not of_rank_1
 
 

@@ -48,7 +48,7 @@ class Guard(guard.Guard):
             if time.monotonic() - asked_at > _RECORD_S:
                 break  # NCCL's thread may hang, too
             time.sleep(0.1)
-        node.link.send(Stacks(ranks))  # whereupon the coordinator ends the round, and these ranks
+        node.link.send(Stacks(ranks))  # then the coordinator ends the round, and these ranks
 
     def _ask_nccl(self, rank: int) -> dict[Path, int | None]:
         """Ask a rank's ProcessGroupNCCL for its record of collectives.

@@ -137,7 +137,7 @@ class Tier(Snapshots):
         stored = metadata_of(whole)
         has_random = f"{RANDOM}{ranks.rank}" in stored.state_dict_metadata
         if not has_random and chosen[0].world_size == ranks.world:
-            print(f"WARNING rank {ranks.rank}'s random state is lost with its node, and begins anew", flush=True)
+            print(f"WARNING rank {ranks.rank}'s random state is lost with its node: it starts a new one", flush=True)
         state = self.state.to_load(stored, f"the snapshot of step {chosen[0].step}", has_random)
         planner = DefaultLoadPlanner()
         planner.set_up_planner(state, stored, is_coordinator=False)

@@ -295,7 +295,7 @@ class Found(NamedTuple):
 
 
 def newest_complete(found: Iterable[Found]) -> list[Found]:
-    """Choose the newest step, newest round first, of which the nodes hold every shard; empty if there is none.
+    """Choose the newest step whose shards the nodes all hold, of the newest round with one; empty if there is none.
 
     Ranks at the same place of their shard groups are replicas and have the same shards.
     """
