@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fsdp_jobs.run import events, log
-from fsdp_jobs.run.beside import start_thread, wait_until
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import SUBMISSION_ENV
 from fsdp_jobs.run.files import look_again
 from fsdp_jobs.run.processes import die_with_parent, record_process
 from fsdp_jobs.run.tail import last_lines
+from fsdp_jobs.run.threads import start_thread, wait_until
 from fsdp_jobs.run.verdict import Verdict
 
 _MAX_EARLY_DEATHS = 3  # in a row

@@ -42,9 +42,7 @@ class State:
         """
         self.model, self.optimizer, self.device = model, optimizer, device
         if _HYPERPARAMETERS in others:
-            raise TypeError(
-                f"the optimizer's {_HYPERPARAMETERS} have this name in checkpoints: save yours under another"
-            )
+            raise TypeError(f"the optimizer's {_HYPERPARAMETERS} have this name in checkpoints: rename yours")
         for name, value in vars(optimizer).items():  # of ZeroRedundancyOptimizer, Lookahead, SAM, lists of optimizers
             for inner in tree_leaves(value):
                 if isinstance(inner, torch.optim.Optimizer) and inner.state is not optimizer.state:

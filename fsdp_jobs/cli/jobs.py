@@ -27,11 +27,11 @@ from fsdp_jobs.config.terminal import console, print_json, say
 from fsdp_jobs.launchers.base import launcher_of
 from fsdp_jobs.plan.render import render
 from fsdp_jobs.plan.svg import to_svg
-from fsdp_jobs.run.beside import beside
 from fsdp_jobs.run.files import write_atomic
 from fsdp_jobs.run.identity import check_may_act
 from fsdp_jobs.run.state import State
 from fsdp_jobs.run.table import counted
+from fsdp_jobs.run.threads import in_thread
 from fsdp_jobs.run.verdict import EXIT_FAILED
 from fsdp_jobs.submit import submit as submission
 from fsdp_jobs.submit.stop import stop
@@ -104,7 +104,7 @@ def _submit(overrides: Sequence[str], output: str | None = None, as_json: bool =
         follower.follow(active)
     except KeyboardInterrupt:
         say("Ctrl-C again stops at once, without a checkpoint", "yellow")
-        stopping = beside(lambda: stop([job.run]))
+        stopping = in_thread(lambda: stop([job.run]))
         try:
             follower.follow(lambda: not stopping.done())
             stopping.result()

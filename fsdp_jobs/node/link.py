@@ -10,9 +10,9 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from fsdp_jobs.config.schema import ElasticConfig
-from fsdp_jobs.run.beside import start_thread
 from fsdp_jobs.run.messages import Away, Beat, Hello, Message
 from fsdp_jobs.run.protocol import CONNECTION, COORDINATOR, LOG_AGAIN_S, Impostor, enter
+from fsdp_jobs.run.threads import start_thread
 
 _RETRY_S = 0.2  # between two tries to connect
 _LOG_AFTER_S = 10.0  # without a connection

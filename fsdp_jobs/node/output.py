@@ -18,7 +18,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from fsdp_jobs.run.beside import start_thread
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.events import append_line
 from fsdp_jobs.run.failure import CONTROL
@@ -27,6 +26,7 @@ from fsdp_jobs.run.messages import Round
 from fsdp_jobs.run.rank_state import RankState
 from fsdp_jobs.run.tail import newest_json_lines, size_of
 from fsdp_jobs.run.term import job_time
+from fsdp_jobs.run.threads import start_thread
 
 _EVERY_S = 0.5  # between two reads of the log
 _MOST = 1 << 20  # bytes read at once

@@ -17,12 +17,12 @@ from fsdp_jobs.node import accelerate_env
 from fsdp_jobs.node.rendezvous import CoordinatorRendezvous
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.plan.topology import expand_hostlist
-from fsdp_jobs.run.beside import start_thread
 from fsdp_jobs.run.env import LAYOUT_ENV, LOG_ENV, ROUND_ENV, STACKS_ENV, TERM_ENV
 from fsdp_jobs.run.files import replacing
 from fsdp_jobs.run.processes import gloo_interface
 from fsdp_jobs.run.rank_state import temporaries
 from fsdp_jobs.run.tail import TIMES, rank_of
+from fsdp_jobs.run.threads import start_thread
 
 _EVERY_S = 1.0  # between two checks of the logs' sizes
 FLIGHT_RECORDER = "nccl-trace-rank-"  # NCCL's record of collectives; NCCL appends the rank

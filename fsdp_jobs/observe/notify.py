@@ -24,10 +24,10 @@ from typing import Any
 
 from fsdp_jobs.config.schema import plain_values
 from fsdp_jobs.run import events, log
-from fsdp_jobs.run.beside import beside
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import NOTIFY_PREFIX
 from fsdp_jobs.run.record import JsonObject
+from fsdp_jobs.run.threads import in_thread
 from fsdp_jobs.run.verdict import Verdict
 
 _TIMEOUT_S = 10.0
@@ -62,7 +62,7 @@ def notify(run: RunDir, attempt: int, verdict: Verdict) -> None:
         "decision": verdict.decision,
         "reason": verdict.reason,
     }
-    tried = {way: beside(partial(_WAYS[way], settings[way], run, facts)) for way in _WAYS if settings[way]}
+    tried = {way: in_thread(partial(_WAYS[way], settings[way], run, facts)) for way in _WAYS if settings[way]}
     wait(tried.values(), _TIMEOUT_S)
     for way, outcome in tried.items():
         if why := _failure_of(outcome):

@@ -25,9 +25,9 @@ from typing import cast
 
 from fsdp_jobs.config.errors import BadInput, one_line
 from fsdp_jobs.config.schema import CheckpointConfig, JobConfig
-from fsdp_jobs.run.beside import wait_until
 from fsdp_jobs.run.files import read_json, try_lock, write_json
 from fsdp_jobs.run.record import JsonObject
+from fsdp_jobs.run.threads import wait_until
 
 logger = logging.getLogger(__name__)
 

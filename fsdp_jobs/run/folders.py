@@ -16,10 +16,10 @@ from typing import IO
 import psutil
 import xxhash
 
-from fsdp_jobs.run.beside import wait_until
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.files import try_lock
 from fsdp_jobs.run.processes import kill_orphans_of
+from fsdp_jobs.run.threads import wait_until
 
 RANKS = "ranks"  # a kind of folder: rank states, sockets and semaphores
 DYING_S = 10.0  # for the ranks of an agent that was killed to end

@@ -41,7 +41,7 @@ class Identity(Record):
             return there is not None and there.id == self.id
         return False
 
-    def may_be_copied_to(self, run: RunDir) -> bool:
+    def may_be_copy(self, run: RunDir) -> bool:
         """Whether `run`, which has this identity, may be a copy of another directory, here or on another machine."""
         if self.is_there:
             return not run.path.samefile(self.directory)

@@ -21,9 +21,9 @@ from pathlib import Path
 import psutil
 import setproctitle
 
-from fsdp_jobs.run.beside import start_thread
 from fsdp_jobs.run.env import HOST_ENV, RUN_DIR_ENV
 from fsdp_jobs.run.files import try_lock, write_json
+from fsdp_jobs.run.threads import start_thread
 
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _FILES = 1 << 20

@@ -17,11 +17,11 @@ from fsdp_jobs.config.errors import BadInput, Damaged, JobFailed, Problem, neare
 from fsdp_jobs.config.terminal import complain
 from fsdp_jobs.launchers.base import SESSION, Description, Launcher, grouped, launcher_of, parse_handle
 from fsdp_jobs.run import events
-from fsdp_jobs.run.beside import beside
 from fsdp_jobs.run.directory import RunDir, find_run, runs_in
 from fsdp_jobs.run.files import write_json
 from fsdp_jobs.run.identity import check_may_act, owner_of
 from fsdp_jobs.run.state import State
+from fsdp_jobs.run.threads import in_thread
 from fsdp_jobs.run.verdict import Verdict
 
 _Item = TypeVar("_Item")
@@ -198,7 +198,7 @@ def activity_of(run: RunDir, said_at: float = -math.inf) -> Callable[[], bool]:
     def ask() -> bool:
         nonlocal said_at, active, silence, question
         if active and question is None and time.monotonic() - said_at > _ASK_EVERY_S:
-            question = beside(look)
+            question = in_thread(look)
         if question is not None and wait([question], None if said_at == -math.inf else 0).done:
             before = silence
             (active, silence), question, said_at = question.result(), None, time.monotonic()

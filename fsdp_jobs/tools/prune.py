@@ -89,7 +89,7 @@ def _remove(run: RunDir) -> list[str]:
             claimed, own = Identity.from_file(home / run.identity.name), Identity.from_file(run.identity)
             if claimed is not None and (own is None or own.id != claimed.id):
                 problems.append(f"{home}: belongs to a run of {claimed.owner}")
-            elif own is not None and own.may_be_copied_to(run):
+            elif own is not None and own.may_be_copy(run):
                 problems.append(f"{home}: may be in use by the run that this one is a copy of, {own.owner}")
             elif left := _remove_checkpoints(home, run.identity.name):
                 problems.append(f"{home}: {listed(left)} stays: no save of this run wrote it")

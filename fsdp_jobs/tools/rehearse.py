@@ -22,11 +22,11 @@ from fsdp_jobs.config.schema import JobConfig, LlamaConfig
 from fsdp_jobs.config.terminal import say
 from fsdp_jobs.plan.layout import partners
 from fsdp_jobs.run import events
-from fsdp_jobs.run.beside import wait_until
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.files import as_written, write_atomic
 from fsdp_jobs.run.processes import all_processes, command_of
 from fsdp_jobs.run.tail import newest_json_lines, read_json_lines
+from fsdp_jobs.run.threads import wait_until
 from fsdp_jobs.run.verdict import Verdict
 from fsdp_jobs.submit import submit as submission
 from fsdp_jobs.submit.submitted import job_has_ended, kill

@@ -27,12 +27,12 @@ from fsdp_jobs.launchers.slurm.steps import LEAST_TRAINING_S, Commands, srun
 from fsdp_jobs.launchers.supervisor import Attempt, Process, is_superseded
 from fsdp_jobs.plan.topology import expand_hostlist
 from fsdp_jobs.run import events, log
-from fsdp_jobs.run.beside import beside, wait_until
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ATTEMPT_ENV, COORDINATOR_ENV, HOST_ENV
 from fsdp_jobs.run.processes import STOP_SIGNALS, free_port
 from fsdp_jobs.run.status import RunStatus
 from fsdp_jobs.run.tail import last_lines
+from fsdp_jobs.run.threads import in_thread, wait_until
 from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, Verdict, judge
 
 _QUEUE_S = 20.0  # between queries to SLURM, which limits them per user, unless a process has died
@@ -196,7 +196,7 @@ class Batch(Attempt):
         is_due = may_be_lost and now - self._asked_at > (_AGAIN_S if self._is_away else _QUEUE_S)
         if self._question is None and (has_died or is_due):
             self._asked_at = now
-            self._question = beside(lambda: self._ask(missing))
+            self._question = in_thread(lambda: self._ask(missing))
         if self._question is not None and wait([self._question], _ANSWER_S if has_died else 0).done:
             question, self._question = self._question, None
             try:

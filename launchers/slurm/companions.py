@@ -30,11 +30,11 @@ from fsdp_jobs.launchers.slurm.steps import Commands, srun
 from fsdp_jobs.launchers.supervisor import Attempt, StorageErrors
 from fsdp_jobs.plan.topology import expand_hostlist
 from fsdp_jobs.run import events, log
-from fsdp_jobs.run.beside import beside, wait_until
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ATTEMPT_ENV, COORDINATOR_ENV, HOST_ENV
 from fsdp_jobs.run.files import as_written
 from fsdp_jobs.run.processes import STOP_SIGNALS
+from fsdp_jobs.run.threads import in_thread, wait_until
 from fsdp_jobs.run.verdict import Verdict
 
 _TRIES = 3  # per node
@@ -128,7 +128,7 @@ def fill_in(run: RunDir, node: int, job_id: str) -> int:
         return 0
     argv = [*srun([host], int(os.environ["SLURM_CPUS_ON_NODE"])), *Commands.read(run).agent_of(node)]
     agent = attempt.start(f"node-{node}", argv, {**os.environ, HOST_ENV: host})
-    gone = beside(lambda: wait_until(lambda: not _may_run(job_id), math.inf, _QUEUE_S))
+    gone = in_thread(lambda: wait_until(lambda: not _may_run(job_id), math.inf, _QUEUE_S))
     while not agent.has_ended and not is_over():
         time.sleep(_POLL_S)
         if gone.done() and gone.result():

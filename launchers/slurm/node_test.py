@@ -20,10 +20,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from fsdp_jobs.run.beside import wait_until
 from fsdp_jobs.run.files import write_atomic
 from fsdp_jobs.run.processes import gloo_interface
 from fsdp_jobs.run.record import Record
+from fsdp_jobs.run.threads import wait_until
 
 BEGINS_S = 600.0  # for all nodes to begin: an image or Python's packages may come from slow storage
 TIMEOUT_S = 120.0  # for the test, once all have begun

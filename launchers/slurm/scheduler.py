@@ -19,12 +19,12 @@ from fsdp_jobs.launchers.slurm.steps import Commands
 from fsdp_jobs.launchers.snapshot import SHARED, Snapshot, link, take
 from fsdp_jobs.plan.topology import Topology
 from fsdp_jobs.run import events
-from fsdp_jobs.run.beside import wait_until
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.files import as_written
 from fsdp_jobs.run.goodput import slowest_save_s
 from fsdp_jobs.run.state import State
 from fsdp_jobs.run.tail import last_lines, read_json_lines
+from fsdp_jobs.run.threads import wait_until
 from fsdp_jobs.run.verdict import KILLED, WITHDRAWN, Verdict, judge
 
 _CANCEL_S = 15.0  # for SLURM to act on scancel

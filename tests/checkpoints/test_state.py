@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from fsdp_jobs.checkpoints.state import Hyperparameters, RandomState, State, _packed, _unpacked
 from fsdp_jobs.checkpoints.tensors import local
 from fsdp_jobs.config.errors import JobFailed
-from fsdp_jobs.run.beside import wait_until
+from fsdp_jobs.run.threads import wait_until
 from tests.checkpoints.saving import save_steps, trained, value_of
 from tests.world import run_world
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_jobs.run.beside import wait_until
+from fsdp_jobs.run.threads import wait_until
 from tests.jobs import job
 from tests.programs import EXAMPLES
 from tests.world import TINY_TASK

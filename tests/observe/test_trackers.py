@@ -20,11 +20,11 @@ from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.schema import dump_config
 from fsdp_jobs.node.tracker import TrackerProcess, unsent_lines
 from fsdp_jobs.observe.trackers.send import Sender
-from fsdp_jobs.run.beside import wait_until
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.files import write_atomic
 from fsdp_jobs.run.messages import NO_ROUND
 from fsdp_jobs.run.tail import read_json_lines
+from fsdp_jobs.run.threads import wait_until
 from fsdp_jobs.run.verdict import KILLED, judge
 from tests.jobs import Job, environment, job
 from tests.recorded import HOSTILE, add_line, recorded_run

@@ -14,9 +14,9 @@ import pytest
 
 from fsdp_jobs.node import rank_logs
 from fsdp_jobs.node.rank_logs import LogKeeper
-from fsdp_jobs.run.beside import wait_until
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.tail import TIMES, Logs, Tail, follow_files, last_lines, read_json_lines
+from fsdp_jobs.run.threads import wait_until
 from fsdp_jobs.run.verdict import Verdict
 from tests.jobs import cli, environment, job
 from tests.nfs import away, nfs_client

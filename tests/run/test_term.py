@@ -14,12 +14,12 @@ import pytest
 
 from fsdp_jobs.run import folders
 from fsdp_jobs.run import term as term
-from fsdp_jobs.run.beside import start_thread
 from fsdp_jobs.run.env import RANK_STATE_ENV, TERM_ENV
 from fsdp_jobs.run.events import append_line
 from fsdp_jobs.run.files import lock
 from fsdp_jobs.run.tail import read_json_lines
 from fsdp_jobs.run.term import COORDINATOR, ROUND, Fenced, Lease, Term, claim, newest
+from fsdp_jobs.run.threads import start_thread
 from tests.jobs import fill
 from tests.store import simulated_store
 

@@ -16,10 +16,10 @@ import psutil
 from fsdp_jobs.config.resolve import silence_s
 from fsdp_jobs.node import guard
 from fsdp_jobs.node.stacks import Stack, stacks_of
-from fsdp_jobs.run.beside import start_thread
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.rank_state import Phase
 from fsdp_jobs.run.tail import size_of
+from fsdp_jobs.run.threads import start_thread
 
 if TYPE_CHECKING:
     from fsdp_jobs.node.rendezvous import CoordinatorRendezvous

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from fsdp_jobs.guards.slow.messages import Slow, Throttled
 from fsdp_jobs.node import guard
-from fsdp_jobs.run.beside import start_thread
+from fsdp_jobs.run.threads import start_thread
 
 # A software power limit is normal for a healthy GPU at full load, so it is not a reason.
 _REASONS = ("hw_thermal_slowdown", "sw_thermal_slowdown", "hw_power_brake_slowdown")

@@ -13,8 +13,8 @@ from fsdp_jobs.guards.stall.messages import Dump, RankStack, Stacks
 from fsdp_jobs.node import guard
 from fsdp_jobs.node.rank_logs import FLIGHT_RECORDER
 from fsdp_jobs.node.stacks import stacks_of
-from fsdp_jobs.run.beside import start_thread
 from fsdp_jobs.run.rank_state import Phase
+from fsdp_jobs.run.threads import start_thread
 
 _RECORD_S = 2.5  # for NCCL to write a record; ProcessGroupNCCL looks at its pipe once a second
 

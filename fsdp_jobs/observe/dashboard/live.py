@@ -12,11 +12,11 @@ from functools import partial
 from fsdp_jobs.config.errors import one_line
 from fsdp_jobs.launchers.base import Description
 from fsdp_jobs.observe.answers import row_of
-from fsdp_jobs.run.beside import beside, start_thread, wait_until
 from fsdp_jobs.run.directory import runs_in
 from fsdp_jobs.run.record import JsonObject
 from fsdp_jobs.run.state import State
 from fsdp_jobs.run.table import duration
+from fsdp_jobs.run.threads import in_thread, start_thread, wait_until
 from fsdp_jobs.submit.overview import Overview, RunSummary
 from fsdp_jobs.submit.submitted import by_launcher, describe
 
@@ -56,7 +56,7 @@ class LauncherAnswers:
             if is_asked and waited_s > _PATIENCE_S:
                 self._note_silence(handles, f"has not answered for {duration(waited_s)}")
             elif not is_asked and waited_s > _ASK_EVERY_S:
-                self._asking[launcher] = (beside(partial(self._ask, handles)), time.monotonic())
+                self._asking[launcher] = (in_thread(partial(self._ask, handles)), time.monotonic())
         self._wanted = {}
 
     def _ask(self, handles: Sequence[str]) -> None:

@@ -23,13 +23,13 @@ from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.node import tier
 from fsdp_jobs.node.guard import Guard
 from fsdp_jobs.run import events
-from fsdp_jobs.run.beside import start_thread
 from fsdp_jobs.run.checksum import fill
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import MEMORY_ENV
 from fsdp_jobs.run.messages import Challenge, Message, Round
 from fsdp_jobs.run.processes import wildcards
 from fsdp_jobs.run.protocol import LINE, PARTNER, enter, welcome
+from fsdp_jobs.run.threads import start_thread
 from fsdp_jobs.tiers.memory.slots import (
     COPIES,
     Slot,

@@ -126,7 +126,7 @@ class Snapshots(SnapshotTier):
         if vote != _DUE:
             return
         begin = time.perf_counter()
-        if not is_lost:  # else the snapshot is void, and its slots are free on all ranks
+        if not is_lost:  # else it was withdrawn, and its slots are free on all ranks
             if self._snapshots and self.leads:
                 forget_before(self.folder, self.term)  # every node has a snapshot of this round
             self._number = 1 - self._number

@@ -16,9 +16,9 @@ from fsdp_jobs.launchers.slurm import client, companions
 from fsdp_jobs.launchers.slurm.again import start_again
 from fsdp_jobs.launchers.slurm.companions import Companions, fill_in
 from fsdp_jobs.launchers.slurm.steps import Commands, srun
-from fsdp_jobs.run.beside import beside
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ATTEMPT_ENV, COORDINATOR_ENV
+from fsdp_jobs.run.threads import in_thread
 from fsdp_jobs.run.verdict import Verdict
 from tests.jobs import ROOT, Watched
 from tests.launchers.slurm.simulated import say
@@ -321,7 +321,7 @@ def test_helpers_of_a_job_stay_while_its_run_directory_is_away(
     run = RunDir(tmp_path / "runs" / "a")
     run.attempt(0).mkdir(parents=True)
     Commands([], [], [], {}, max_nodes=2, regrow=True, exclude=[], submit=[]).write(run)
-    helper = beside(lambda: fill_in(run, 1, "7") if role == "companion" else companions.guard(run))
+    helper = in_thread(lambda: fill_in(run, 1, "7") if role == "companion" else companions.guard(run))
     time.sleep(1)
     with away(run.path):
         time.sleep(1)

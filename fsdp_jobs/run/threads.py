@@ -26,7 +26,7 @@ def start_thread(work: Callable[[], object], name: str) -> threading.Thread:
     return thread
 
 
-def beside(ask: Callable[[], _Answer]) -> Future[_Answer]:
+def in_thread(ask: Callable[[], _Answer]) -> Future[_Answer]:
     """Call `ask` in a daemon thread: a query to an unreachable cluster may block for half a minute."""
     answer: Future[_Answer] = Future()
 
@@ -36,5 +36,5 @@ def beside(ask: Callable[[], _Answer]) -> Future[_Answer]:
         except Exception as e:
             answer.set_exception(e)
 
-    start_thread(run, "beside")
+    start_thread(run, "in_thread")
     return answer
