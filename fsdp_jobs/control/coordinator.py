@@ -1,8 +1,8 @@
 """The coordinator's decisions: which nodes form a round, when it ends, when the attempt ends. No torch, no network.
 
-A round is a set of nodes with fixed ranks. Each agent holds a connection: if it closes, the agent is dead; if it is
-silent, the node is lost. When a round breaks, every agent stops its ranks and becomes ready again. The next round
-starts with the ready nodes, once no rank of the last round can still run.
+A round is a set of nodes with fixed ranks. Each agent holds a connection: if it closes without `Away`, the agent is
+dead; if it is silent, the node is lost. When a round breaks, every agent stops its ranks and becomes ready again. The
+next round starts with the ready nodes, once no rank of the last round can still run.
 """
 
 from __future__ import annotations

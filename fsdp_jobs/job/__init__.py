@@ -416,7 +416,7 @@ def step(number: int, *, tokens: int = 0, flops: float = 0.0, last: bool = False
 def should_stop() -> bool:
     """Whether the job has to leave, as all ranks agreed in the newest `step`.
 
-    Reasons are a time limit, a preemption, `cancel`, or nodes that want to join. The checkpointer has saved by then; a
+    Reasons are a time limit, a preemption, `cancel`, or nodes that join or leave. The checkpointer has saved by then; a
     program that saves by itself does so now.
     """
     return _the_job().is_leaving

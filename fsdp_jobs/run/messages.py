@@ -88,7 +88,7 @@ class Hello(Message):
 
 
 class Beat(Message):
-    """The heartbeat: sent every `elastic.heartbeat_interval_s`, and when the ranks here have ended."""
+    """The heartbeat: sent every `elastic.heartbeat_interval_s`, and before `Failed`, `Ready` and `Ended`."""
 
     ranks: list[tuple[rank_state.Report, rank_state.Times]] = []  # by local rank
     measured: dict[str, float] = {}  # values from guards, described in their modules `node`

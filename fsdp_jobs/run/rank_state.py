@@ -16,7 +16,7 @@ from typing import NamedTuple
 from fsdp_jobs.run import folders
 from fsdp_jobs.run.term import shared_memory
 
-SAVES_NOTHING = -2  # instead of the newest checkpoint's step, if the rank cannot save
+SAVES_NOTHING = -2  # as `committed`, if the rank cannot save
 
 _REPORT = struct.Struct("<dqqi")  # time of writing, step, committed step, phase
 _REQUEST = struct.Struct("<i")
@@ -41,14 +41,14 @@ class Request(IntEnum):
 
     NONE = 0
     SAVE = 1  # save and continue
-    PARK = 2  # save and wait: nodes want to join
+    PARK = 2  # save and wait: nodes join or leave
     STOP = 3  # save and exit with 75
 
 
 class Report(NamedTuple):
     time: float  # seconds since 1970, 0.0 before the first report
     step: int  # steps done, -1 before the first report
-    committed: int  # step of the newest checkpoint that the rank knows, -1 for none, or SAVES_NOTHING
+    committed: int  # newest step that survives the loss of a node, -1 for none, or SAVES_NOTHING
     phase: int
 
 
