@@ -97,7 +97,7 @@ class Checkpointer:
         self.saved_at = time.monotonic()  # when the newest save began
         self.stall_s = 0.0  # time that steps have waited for saves since `take_stall`
         self.failure: str | None = None  # of the newest save
-        self._written_step = -1  # of the newest whole save, possibly only on the nodes' disks
+        self._written_step = -1  # the newest step saved whole, maybe only on the nodes' disks
         self._staged: Future[Any] | None = None
         self._written: Future[Any] | None = None
         self._request: SaveRequest | None = None

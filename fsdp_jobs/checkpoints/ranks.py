@@ -35,7 +35,7 @@ class Ranks:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.node = os.environ.get("GROUP_RANK", socket.gethostname())
         cores, here = len(os.sched_getaffinity(0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        self.threads = min(_MOST_THREADS, max(1, cores // here))  # with which a rank restores
+        self.threads = min(_MOST_THREADS, max(1, cores // here))  # that one rank restores with
 
     def gather(self, own: Any) -> list[Any]:
         """Return every rank's `own`, by rank."""

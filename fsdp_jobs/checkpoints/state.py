@@ -124,7 +124,7 @@ class State:
                 parameter.
         """
         parameters = [(self._fqn(n), p) for n, p in self.model.named_parameters(remove_duplicate=False)]
-        names: dict[Tensor, str] = {p: name for name, p in reversed(parameters)}  # of a tied weight, the first
+        names: dict[Tensor, str] = {p: name for name, p in reversed(parameters)}  # a tied weight has its first name
         state = {self._fqn(name): value for name, value in self.model.state_dict().items()}
         self.buffers = frozenset(state) - dict(parameters).keys()
         for parameter, of_parameter in self.optimizer.state.items():
@@ -224,7 +224,7 @@ class State:
         """
         there, here = by_parameter(saved), by_parameter(state)
         if there and self._is_prepared and not any(self.optimizer.state.values()):
-            return  # from another optimizer
+            return  # the state saved is another optimizer's
         states = self.optimizer.state.items()
         alike = {(p.dtype, k): v for p, one in states for k, v in one.items() if isinstance(v, Tensor)}
         in_groups = self._in_groups()

@@ -78,7 +78,7 @@ class Budget:
                     began_at = math.inf
                     if isinstance(event, events.AttemptEnded):
                         self._attempts, was_long = 0 if was_long else self._attempts + 1, False
-        self._last_signature: tuple[int, int | str] | None = None  # of the newest failure that may be the program's
+        self._last_signature: tuple[int, int | str] | None = None  # newest failure that may be the program's
 
     def judge(self, cause: Cause, committed: int, broken: Round) -> Verdict | None:
         """Return the verdict that ends the attempt after this failure, or None to continue.

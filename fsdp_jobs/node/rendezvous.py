@@ -79,7 +79,7 @@ class CoordinatorRendezvous(rendezvous.RendezvousHandler):
                         fresh_s = self.fresh_s if message.is_in_charge else 0.0
                         self.lease.renew(message.at + self.lease_s, message.at + fresh_s)
                         self.lease.set_clock(message.time, message.at)
-                    self._send_failures()  # of the time without a connection
+                    self._send_failures()  # those that came without a connection
                 case messages.Round():
                     self.round, self._master, self._waiting, self._term = message, None, False, message.term
                     self._broken = min(self._broken, message.number - 1)  # a new coordinator may use a number again

@@ -142,7 +142,7 @@ def _flush_open_files(frozen: int) -> None:
 
     It skips objects that were frozen before the program began: they are the fork server's, and a look copies memory.
     """
-    threading.excepthook = lambda _: None  # of daemonic threads, which an interpreter would have stopped
+    threading.excepthook = lambda _: None  # drops errors of daemonic threads, which an interpreter would have stopped
     main = vars(sys.modules["__main__"])
     for name in main.keys() - {"__builtins__"}:
         main[name] = None

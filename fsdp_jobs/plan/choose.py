@@ -22,7 +22,7 @@ from fsdp_jobs.run.table import listed, size
 NEAR = 1.03  # steps this close to the shortest count as equally fast
 _ALIKE = 1.05  # bytes between nodes this close to the fewest count as equal
 _SHORT_RING = 32  # ranks, below which rings are predicted well
-CLOSE = 0.97  # of the usable memory, above which the plan says how close it is
+CLOSE = 0.97  # share of the usable memory above which the plan warns
 WORTH_REGROUPING = 1.1  # tokens/s relative to the held group size that justify changing it
 
 

@@ -32,10 +32,10 @@ class Tier:
     """One place that a job is saved to."""
 
     place: str  # memory | local_dir | storage, as in the event `resumed`
-    share: float  # of failures after which it has the newest surviving state
-    stall_s: float  # of steps, per save
+    share: float  # part of the failures after which this tier has the newest state
+    stall_s: float  # delay of steps per save
     best_s: float  # best save interval
-    every_s: float  # as configured; 0: unknown, because it is in steps of unknown time
+    every_s: float  # configured interval; 0: unknown, because it is in steps of unknown time
     written_s: float = 0.0  # from a save until a restart can use it; 0: unknown
     every_steps: float = 0.0  # `every_s` in steps, of snapshots in memory; 0: unknown
     bytes: int = 0  # of each node's memory; 0: none, or unknown

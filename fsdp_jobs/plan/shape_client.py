@@ -66,7 +66,7 @@ def _ask(question: str, config: JobConfig, where: str) -> str:
     data = DataConfig(kind=config.data.kind, seq_len=config.data.seq_len)
     cluster = LocalClusterConfig(accelerator=accelerator(config))
     model, hub_model = config.model, ""
-    same = JobConfig(model=model, fsdp=fsdp, data=data, cluster=cluster)  # of jobs that differ in anything else
+    same = JobConfig(model=model, fsdp=fsdp, data=data, cluster=cluster)  # equal if jobs differ only elsewhere
     same.init_from, same.init_key_map, same.init_rope = config.init_from, config.init_key_map, config.init_rope
     if isinstance(model, HfConfig) and not Path(model.name_or_path).is_dir():
         hub_model = model.name_or_path

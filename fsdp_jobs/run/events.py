@@ -36,7 +36,7 @@ SLOW_CAUSES = {
 }
 _CHECKPOINT = b'"event": "checkpoint",'
 
-_SOON_S = 0.1  # for which a check that this node may record stays valid
+_SOON_S = 0.1  # how long a check that this node may record stays valid
 
 logger = logging.getLogger(__name__)
 

@@ -41,7 +41,7 @@ MATMULS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
 ATTENTION = "_scaled_dot_product"
 GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}  # of a recurrent layer, by torch's function
 
-MOST_OPERATIONS = 50_000  # of a forward that is measured, which take a minute at most; 120 layers have 12,000
+MOST_OPERATIONS = 50_000  # of a measured forward: a minute at most; 120 layers have 12,000
 
 
 class TooManyOperations(RuntimeError):
@@ -57,7 +57,7 @@ _NOT_ON_FAKE_TENSORS = (
     UnsupportedFakeTensorException,
     NotImplementedError,
 )
-_NO_KERNEL = "No viable backend"  # for attention, of those that the model allows
+_NO_KERNEL = "No viable backend"  # torch's words if it has no attention kernel that the model allows
 
 
 class _Recurrent(torch.autograd.Function):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fsdp_jobs.node.rendezvous import CoordinatorRendezvous
 
 _CPU = 0.02  # of a core: a rank that uses less is idle
-_WAKES_PER_S = 0.2  # of an idle main thread, besides `_WAKES`; the two signals for its stacks wake it too
+_WAKES_PER_S = 0.2  # most wakes of an idle main thread, after the first `_WAKES`; signals for its stacks count
 _WAKES = 10
 _LOOK_S = 1.0
 

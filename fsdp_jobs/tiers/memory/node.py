@@ -44,7 +44,7 @@ from fsdp_jobs.tiers.memory.slots import (
 _THREADS = min(8, max(1, len(os.sched_getaffinity(0)) // 8))  # to seal with; the other cores are for the ranks
 _LOOK_S = 0.01  # between two checks for a new snapshot
 _LOOKS = 5  # after a change, because the next one may have the same time stamp
-_CONNECT_S = 3.0  # to wait for a connection: a dead machine refuses none, and the next round's partner waits
+_CONNECT_S = 3.0  # to wait for a connection: a dead machine does not refuse, and the next round's partner waits
 _PATIENCE_S = 30.0  # to wait for a partner's answer
 _STRANGERS = 16  # most connections without proof at a time
 _REPEAT_S = 5.0  # most between two tries: less after few failures, or when a round begins
