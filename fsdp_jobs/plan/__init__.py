@@ -1,1 +1,1 @@
-"""Decide how a job is sharded: arithmetic only, no torch, no I/O."""
+"""Decide how a job is sharded: arithmetic, without torch; only `shape_client` starts a process."""

@@ -1,1 +1,1 @@
-"""A run's files: its directory, events, verdicts, status, goodput. No torch."""
+"""What all processes of a run share: its files, events and verdicts, and the messages between them. No torch."""
