@@ -20,10 +20,10 @@ from fsdp_jobs.config.resolve import most_nodes
 from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.launchers.supervisor import Attempt, Process, is_superseded
 from fsdp_jobs.run import events, log
-from fsdp_jobs.run.beside import wait_until
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ATTEMPT_ENV, COORDINATOR_ENV
 from fsdp_jobs.run.processes import STOP_SIGNALS, this_machine
+from fsdp_jobs.run.threads import wait_until
 from fsdp_jobs.run.verdict import EXIT_FAILED, EXIT_REQUEUE, Verdict
 
 _POLL_S = 0.5
