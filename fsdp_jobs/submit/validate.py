@@ -85,16 +85,12 @@ def training_changes(config: JobConfig, run: RunDir) -> list[Problem]:
     if not run.config.exists() or config.allow_config_change:
         return []
     before, now = training_values(load_config(run.config)), training_values(config)
-    problems = [
-        Problem(f"{key}={now.get(key)}", f"run {run.name} was trained with {before.get(key)}")
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key)
+    changed = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
+    what, cure = f"run {run.name} was trained with", "another name=..., or allow_config_change=true if you mean it"
+    return [
+        Problem(f"{key}={now.get(key)}", f"{what} {before.get(key)}", cure if key == changed[-1] else "")
+        for key in changed
     ]
-    if problems:
-        what = "continues with the configuration it was started with"
-        instead = "another name=..., or allow_config_change=true if you mean it"
-        problems.append(Problem(f"name={run.name}", what, instead))
-    return problems
 
 
 def _has_trained(run: RunDir) -> bool:
