@@ -58,7 +58,8 @@ class LiveView:
         elif time.monotonic() - self._lines_at > _PLAIN_EVERY_S or all(row.is_over for row in rows.values()):
             self._lines_at = time.monotonic()
             for row in rows.values():
-                if (line := "  ".join([row.run, row.state, *_words(row)])) != self._lines.get(row.run):
+                known = [words for words in _words(row) if "-" not in words.split()]
+                if (line := "  ".join([row.run, row.state, *known])) != self._lines.get(row.run):
                     self._lines[row.run] = line
                     say(line)
 
