@@ -224,7 +224,7 @@ def _too_many(count: int, limit: str) -> Problem:
 def _names(*what: str) -> str:
     """List the names in rows of accounting; empty if it has none, or does not answer."""
     names = sorted(set((client.accounting(*what) or "").split()))
-    return f"there are {', '.join(names[:20])}" if names else ""
+    return f"one of {', '.join(names[:20])}" if names else ""
 
 
 def _size(partition: client.Partition) -> str:
@@ -237,7 +237,7 @@ _RULES: tuple[tuple[str, str, Callable[[client.Partition], str]], ...] = (
     ("resource (", "gpus_per_node", _size),  # generic (gres), or trackable (TRES)
     ("accounting/qos policy", "", lambda _: _LIMITS),
     ("account", "account", lambda _: _names("assoc", f"user={user_name()}", "format=Account")),
-    ("partition", "partition", lambda _: "there are " + ", ".join(p.name for p in client.partitions())),
+    ("partition", "partition", lambda _: "one of " + ", ".join(p.name for p in client.partitions())),
     ("time limit", "time", lambda p: f"partition {p.name} allows {p.time}"),
     ("--time", "time", lambda _: "minutes, or days-hours:minutes:seconds"),
     ("qos", "qos", lambda _: _names("qos", "format=Name")),

@@ -238,7 +238,7 @@ def test_partitions_of_large_and_mixed_nodes_are_read(site: Site) -> None:
         ("Invalid generic resource (gres) specification", "cluster.gpus_per_node=b200:4", "gpu:a100:4"),
         ("Invalid Trackable RESource (TRES) specification", "cluster.gpus_per_node=b200:4", "gpu:a100:4"),
         ("Job violates accounting/QOS policy (job submit limit, ...)", "nodes=1", "sacctmgr show qos list the limits"),
-        ("Invalid account or account/partition combination specified", "cluster.account=None", "there are proj"),
+        ("Invalid account or account/partition combination specified", "cluster.account=None", "one of proj"),
     ],
 )
 def test_a_refusal_is_put_at_the_key_it_is_about(site: Site, said: str, where: str, cure: str) -> None:

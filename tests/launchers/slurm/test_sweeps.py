@@ -118,7 +118,7 @@ def test_what_slurm_has_against_all_jobs_is_said_once_and_nothing_is_submitted(l
 
     message = refused("cluster.partition=nope")
     assert "1 problem" in message
-    assert "there are main, urgent" in message
+    assert "one of main, urgent" in message
     limit = ("sacctmgr", "--immediate", "modify", "user", "root", "set")
     lab.on_login(*limit, "MaxSubmitJobs=50")
     try:
