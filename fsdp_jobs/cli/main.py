@@ -159,7 +159,8 @@ def _bad_input(error: BadInput) -> int:
 def show_help() -> None:
     """Print every verb and every option of every group, one per line."""
     say("Plan, launch and keep alive FSDP training.\n")
-    say("  fsdp-jobs [verb] [group=option ...] [key=value ...]     (or python -m fsdp_jobs)\n")
+    say("  fsdp-jobs [verb] [group=option ...] [key=value ...]")
+    say("  fsdp-jobs [key=value ...] train.py --lr 3e-4     (your program; or -m pkg.train)\n")
     verbs, options = Table.grid(padding=(0, 3)), Table.grid(padding=(0, 3))
     for verb, (_, text) in VERBS.items():
         verbs.add_row(f"  {verb}", text)

@@ -163,6 +163,7 @@ def test_help_cuts_no_word_in_a_narrow_terminal() -> None:
     command = [sys.executable, "-m", "fsdp_jobs", "--help"]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "COLUMNS": "60"})
     assert shown.returncode == 0 and "…" not in shown.stdout
+    assert "fsdp-jobs [key=value ...] train.py --lr 3e-4" in shown.stdout, "how a user's program is run"
 
 
 @pytest.mark.parametrize("flag", ["--help", "--info", "--cfg=job", "--version"])
