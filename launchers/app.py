@@ -51,13 +51,13 @@ def to_app(config: JobConfig, run: RunDir, nproc_per_node: int, submission: str)
 
 
 def with_environment(own: Mapping[str, str]) -> dict[str, str]:
-    """Return this process's environment with a role's own variables, of which the user's own replace defaults."""
+    """Return this process's environment plus a role's variables; the user's values replace defaults."""
     users = {name: os.environ[name] for name in _DEFAULTS if name in os.environ}
     return {**os.environ, **own, **users}
 
 
 def arguments(role: Role, node: int | str = 0) -> list[str]:
-    """Return a role's arguments for a node: its number, or a placeholder that the cluster replaces by it."""
+    """Return a role's arguments for a node: its number, or a placeholder that the cluster replaces."""
     from torchx.specs import macros
 
     return [argument.replace(macros.replica_id, str(node)) for argument in role.args]

@@ -1,9 +1,9 @@
-"""Attempts inside containers: keep a job's command alive in a container that outlives attempts. No torch.
+"""The program of a job's containers (Docker, Compose, Kubernetes): run its command in each attempt. No torch.
 
     python -m fsdp_jobs.launchers.attempts coordinator RUN_DIR PORT -- COMMAND...
     python -m fsdp_jobs.launchers.attempts node RUN_DIR HOST:PORT -- COMMAND...
 
-The coordinator's container begins attempts, one after the other, as the verdicts say; the nodes' containers follow.
+The coordinator's container begins an attempt after each verdict to continue; the nodes' containers take part in it.
 They share only the run directory, and each may be restarted at any time.
 """
 
@@ -27,8 +27,8 @@ from fsdp_jobs.run.threads import wait_until
 from fsdp_jobs.run.verdict import EXIT_FAILED, EXIT_REQUEUE, Verdict
 
 _POLL_S = 0.5
-_RECORD_S = 20.0  # for the submission to be recorded, which comes before its attempts; its command may have died
-_LEAVE_S = 20.0  # for the command to end after its attempt's verdict
+_RECORD_S = 20.0  # to wait until the submitting command has recorded the handle; it may have died
+_LEAVE_S = 20.0  # after an attempt's verdict, for the command to end
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class Container:
         return EXIT_FAILED
 
     def _take_part(self, number: int) -> None:
-        """Keep the command alive until the attempt has its verdict or this container leaves."""
+        """Restart the command until the attempt has its verdict or this container leaves."""
         attempt = _Part(self, number)
         self._processes = attempt.processes
         env = {**os.environ, ATTEMPT_ENV: str(number), COORDINATOR_ENV: self.coordinator}
@@ -101,7 +101,7 @@ class _Part(Attempt):
         return super().is_over() or (self.container.is_leaving and all(p.has_ended for p in self.processes))
 
     def restarts(self, process: Process) -> bool:
-        """Whether a process that has ended is restarted: not on an excluded machine, which this container leaves."""
+        """Whether a process that has ended is restarted; on an excluded machine this container ends instead."""
         if this_machine() in self.run.excluded_hosts() and process.name != "coordinator":
             self.container.is_leaving = True
         return not self.container.is_leaving
@@ -120,14 +120,14 @@ def main(role: str, run_dir: str, address: str, _dashes: str, *command: str) -> 
     Args:
         role: coordinator or node.
         run_dir: as it is mounted here.
-        address: a coordinator's port, or host:port of a node's coordinator.
-        command: the AppDef's; a node's has its number as `--node I`.
+        address: for the coordinator its port, for a node the coordinator's host:port.
+        command: from the AppDef; a node's command has its number as `--node I`.
     """
     log.configure()
     name = role if role == "coordinator" else f"node-{command[command.index('--node') + 1]}"
     try:
         return Container(RunDir(run_dir), name, address, command).work()
-    except OSError:  # of the run directory's storage: another container goes on
+    except OSError:  # the run directory's storage failed here; it may work in other containers
         logger.exception("%s cannot work here", name)
         return EXIT_REQUEUE
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from fsdp_jobs.plan.shapes import ModelShape
     from fsdp_jobs.plan.topology import Topology
 
-SESSION = "fsdp_jobs"  # in place of the cluster in handles where there is only one, and in old handles
+SESSION = "fsdp_jobs"  # stands for the cluster in handles of Compose, which has only one, and in old handles
 _AT_ONCE = 16
 STATE_HOME = "XDG_STATE_HOME=FOLDER, where this machine remembers submissions"
 _AGENT_BYTES = 2**29  # an agent and its fork server, which has imported torch
@@ -111,7 +111,7 @@ class Job:
     plan: Plan
     shape: ModelShape | None = None  # of a custom model
     submission: str = field(default_factory=new_submission)  # jobs that are submitted together share it
-    away: list[str] = field(default_factory=list)  # in a dry run that cannot ask the cluster: see `Launcher.away`
+    offline_notes: list[str] = field(default_factory=list)  # of a dry run that cannot ask the cluster
 
     @cached_property
     def app(self) -> AppDef:
@@ -129,7 +129,7 @@ class Job:
 
     @property
     def memory_need(self) -> int:
-        """Bytes of host memory that a node needs by the plan, with /dev/shm; 0 if the model is unknown."""
+        """Bytes of host memory that the plan expects a node to need, /dev/shm included; 0 if the model is unknown."""
         plan = self.plan
         if plan.memory is None:
             return 0
@@ -142,14 +142,14 @@ class Job:
 
 
 class Launcher(ABC):
-    """Submits jobs to one kind of cluster. Every method takes many jobs and asks the cluster once if it can."""
+    """Submits jobs to one kind of cluster. A method that takes many jobs asks the cluster once, where possible."""
 
     name: str  # of the TorchX scheduler, e.g. "slurm_fsdp"
     output = "text"  # the format of `artefact`
 
     @classmethod
     def forget(cls) -> None:
-        """Drop answers of clusters that a command shares between its jobs."""
+        """Drop the clusters' answers that the jobs of one command share."""
         return
 
     def topology(self, config: JobConfig) -> Topology | None:
@@ -169,10 +169,10 @@ class Launcher(ABC):
         """
         raise BadInput.at("--save", f"dry runs of {self.name} need no facts of a cluster", "cluster=slurm does")
 
-    def away(self, config: JobConfig) -> list[str]:
-        """Return why this machine cannot ask the cluster, what a dry run then does not check, and what it assumes.
+    def offline_notes(self, config: JobConfig) -> list[str]:
+        """Return lines for a dry run that cannot ask the cluster: why, what it does not check, what it assumes.
 
-        Empty if it can; `prepare` then reports what the cluster refuses.
+        Empty if the cluster answers; `prepare` then reports what it refuses.
         """
         return []
 
@@ -189,20 +189,20 @@ class Launcher(ABC):
 
         Args:
             request: one of `prepare`.
-            files: path -> text of each file that submission would write into the run directory; None: nothing.
+            files: path -> text of each file that submission would write into the run directory; None: no such file.
         """
         return str(request)
 
     @abstractmethod
     def submit(self, requests: Sequence[Any], parallelism: int, folder: Path | None) -> list[str]:
-        """Submit all requests of `prepare`; return their app ids. When it raises, `find` and `cancel` undo the rest.
+        """Submit all requests of `prepare`; return their app ids. If it raises, the caller removes submitted jobs.
 
         The submissions' ids are already in the run directories. A launcher passes them to the cluster, so that `find`
-        finds the jobs there, and to the jobs' processes, by SUBMISSION_ENV.
+        finds the jobs there, and to the jobs' processes in SUBMISSION_ENV.
 
         Args:
             requests: one for each job.
-            parallelism: how many may run at once, 0 for no limit; applied if the cluster can.
+            parallelism: how many may run at once, 0 for no limit; ignored by clusters that cannot limit it.
             folder: of the sweep, for the launcher's files; None for a single job.
         """
 
@@ -294,7 +294,7 @@ class Launcher(ABC):
         except OSError as e:
             raise BadInput.at(str(e.filename or link), str(e.strerror), STATE_HOME) from e
 
-    def follow(self, app_id: str, cluster: str, run: RunDir) -> None:
+    def relink(self, app_id: str, cluster: str, run: RunDir) -> None:
         """Update the link to a run directory that was moved."""
         link = self._link(app_id, cluster)
         if link.is_symlink() and not RunDir(link.readlink()).job.exists():

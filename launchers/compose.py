@@ -57,7 +57,7 @@ class ComposeLauncher(Launcher):
         return [run.name for run in runs_in(str(RUNS))]
 
     def end(self, app_id: str) -> None:
-        """Ask the job to save and stop: a container cannot do more."""
+        """Ask the job to save and stop; from a container it cannot be killed."""
         write_atomic(RunDir(RUNS / app_id).stop_request, "cancelled")
 
 
@@ -72,7 +72,7 @@ def _problems(job: Job) -> Iterator[Problem]:
 
 
 def submit(run: RunDir, overrides: Sequence[str]) -> int:
-    """Submit a job by the command line, unless it is still active; return the exit code."""
+    """Run the submit command, unless the job is still active; return the exit code."""
     if run.is_submitted and Verdict.final(run) is None:
         print(f"{run.name} continues as it was submitted")
         return 0

@@ -33,7 +33,7 @@ class DetachedLauncher(Launcher):
         write_json(staged_file(RunDir(request.run_dir)), vars(request))
 
     def choose_gpus(self, run: RunDir, others: Sequence[RunDir]) -> None:
-        """Assign to a job that has not started the GPUs of this machine that the fewest others use."""
+        """Give a job that has not started those GPUs of this machine that the fewest of `others` use."""
         request = staged(run)
         if gpus := request["gpus"]:
             used = Counter(gpu for other in others for gpu in staged(other)["gpus"])
@@ -60,11 +60,11 @@ class DetachedLauncher(Launcher):
         return True
 
     def revive(self, run: RunDir) -> bool:
-        """Continue a job without a supervisor as far as possible; False if nothing of it has started."""
+        """Continue a job that has lost its supervisor, if possible; return False if none of it was ever started."""
         return run.last_attempt() >= run.first_attempt()
 
     def submit(self, requests: Sequence[Any], parallelism: int, folder: Path | None) -> list[str]:
-        """Start jobs; a sweep's queue starts its jobs, by default one at a time: all share the machine."""
+        """Start a job. Jobs of a sweep share the machine, so a queue starts them, by default one at a time."""
         jobs = []
         for request in requests:
             run = RunDir(request.run_dir)

@@ -1,4 +1,4 @@
-"""The supervisor of a job whose nodes are processes of this machine: in place of a cluster's scheduler. No torch.
+"""The supervisor of a job whose nodes are processes of this machine; it acts as the cluster's scheduler. No torch.
 
     python -m fsdp_jobs.launchers.local_supervisor RUN_DIR
 
@@ -22,7 +22,7 @@ from fsdp_jobs.run.processes import NO_GPU, free_port, gpus_variable
 from fsdp_jobs.run.rank_state import remove_leftovers
 from fsdp_jobs.run.verdict import Verdict
 
-_LEAVE_S = 20.0  # for processes to end after their attempt's verdict
+_LEAVE_S = 20.0  # after an attempt's verdict, for its processes to end
 
 
 @dataclass

@@ -23,7 +23,7 @@ class Mount(NamedTuple):
 
 
 def mounts_of(config: JobConfig, run: RunDir) -> Iterator[Mount]:
-    """Yield the paths of a job, each under the same name inside; `checkpoint.dir` may not be there yet."""
+    """Yield the paths of a job, each mounted at the same path; `checkpoint.dir` may not exist yet."""
     yield Mount(str(run.path), str(run.path))
     if config.checkpoint.dir is not None and "://" not in config.checkpoint.dir:
         yield Mount(config.checkpoint.dir, config.checkpoint.dir)

@@ -66,7 +66,7 @@ class Queue:
             known = [job for job in self.read()[1] if job.run.path.resolve() not in again] + list(jobs)
             content = {"parallelism": parallelism, "jobs": [asdict(job) for job in known]}
             write_json(self.folder / "queue.json", content)
-            for job in jobs:  # after the list: a job with a marker is started
+            for job in jobs:  # after the list, because jobs of the list that have a marker are started
                 write_json(_marker(job.run), {"app_id": job.app_id, "folder": str(self.folder)})
             self.start()
 
@@ -120,7 +120,7 @@ def _marker(run: RunDir) -> Path:
 
 
 def serve(folder: Path) -> None:
-    """Start jobs as others end, until none waits. An error of the storage ends nothing: it is tried again."""
+    """Start jobs as others end, until none waits. After an error of the storage it tries again."""
     queue, storage_errors = Queue(folder), StorageErrors()
     ended: set[str] = set()
     while True:
@@ -131,7 +131,7 @@ def serve(folder: Path) -> None:
 
 
 def _start_next(queue: Queue, ended: set[str]) -> bool:
-    """Start the jobs that may run now; False if none waits. `ended` are jobs known to have ended; others are added."""
+    """Start the jobs that may run now; False if none waits. `ended` collects the ids of jobs that have ended."""
     with queue.locked():
         parallelism, jobs = queue.read()
         queued = [job for job in jobs if queue_of(job.run, job.app_id) is not None]
@@ -156,7 +156,7 @@ def _may_run(job: QueuedJob) -> bool:
 
 
 def _start(job: QueuedJob, running: Sequence[QueuedJob]) -> None:
-    """Start a job, unless an earlier queue started it before it was killed."""
+    """Start a job, unless an earlier queue process started it and was killed before it removed the marker."""
     run, launcher = job.run, _launcher(job)
     try:
         if not launcher.is_alive(run):

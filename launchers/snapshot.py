@@ -1,4 +1,4 @@
-"""A snapshot of the code on disk, for jobs that start hours later. No torch.
+"""Copy the user's code at submission; a checkpoint in memory is another kind of snapshot. No torch.
 
 A job that waits in a queue, or is requeued, runs the code of its submission, uncommitted changes included.
 """
@@ -20,7 +20,7 @@ SHARED = ".code-"  # prefix of the name of a copy that several runs share
 _PACKAGE = Path(__file__).parent.parent
 
 
-@dataclass(frozen=True, eq=False)  # a key: each is equal only to itself
+@dataclass(frozen=True, eq=False)  # used as a key: each is equal only to itself
 class Snapshot:
     """Files to be copied: path in the copy -> path now."""
 
@@ -48,7 +48,7 @@ def link(folder: Path, to: Path) -> None:
 
 
 def with_code(folder: Path, command: Sequence[str]) -> list[str]:
-    """Return a container's command, with a copy of the code before what its image has on PYTHONPATH."""
+    """Return a container's command with `folder`, the copy of the code, before the image's PYTHONPATH."""
     export = f"export PYTHONPATH={shlex.quote(str(folder))}${{PYTHONPATH:+:$PYTHONPATH}}"
     return ["sh", "-c", f'{export}; exec "$@"', "-", *command]
 
@@ -60,10 +60,10 @@ def _remove(folder: Path) -> None:
 
 
 def take(folder: Path, runs_dir: Path, limit_mb: float) -> Snapshot:
-    """List the code that Python imports from `folder`, and this package unless it is installed; no earlier copy.
+    """List the files of the code in `folder`, and of this package unless it is installed. Earlier copies are left out.
 
-    In a git work tree that is what git tracks or would track; in another folder its Python files, without hidden
-    folders and environments.
+    In a git work tree, that is every file that git does not ignore; elsewhere, Python files outside hidden folders and
+    environments.
 
     Args:
         folder: usually the current one.

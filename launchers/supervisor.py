@@ -1,4 +1,4 @@
-"""The processes of one attempt: started, restarted when they die, given up when they die early. No torch."""
+"""Start the processes of an attempt and restart those that die. For supervisors, batch scripts, pods. No torch."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ logger = logging.getLogger(__name__)
 
 
 def is_superseded(run: RunDir) -> bool:
-    """Whether the run has another submission than the one that started this process, which must then leave."""
+    """Whether the run was submitted again after the submission of this process, which must then end."""
     return os.environ.get(SUBMISSION_ENV, run.submission) != run.submission
 
 
 class StorageErrors:
-    """A context that an error of the storage ends early: its user tries again. The same error is logged once."""
+    """A context that suppresses errors of the storage, for a block that is repeated. The same error is logged once."""
 
     _told = ""
 
@@ -47,7 +47,7 @@ class StorageErrors:
         if not isinstance(error, OSError):
             return False
         if str(error) != self._told:
-            logger.warning("to be tried again: %s", error)
+            logger.warning("trying again: %s", error)
         self._told = str(error)
         return True
 
@@ -59,13 +59,13 @@ class Process:
     name: str
     argv: Sequence[str]
     log: Path
-    env: Mapping[str, str]  # all of it
+    env: Mapping[str, str]  # its whole environment
     hosts: Sequence[str] = ()  # the machines it runs on, if not this one
     early_deaths: int = 0
     _copying: threading.Thread | None = None
 
     def start(self, echo: bool) -> None:
-        """Start it; with `echo` its output also goes to this process's own."""
+        """Start it; with `echo`, also copy its output to this process's stdout."""
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab", buffering=0) as log:
             self.popen = subprocess.Popen(
@@ -83,9 +83,9 @@ class Process:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it has ended; then its last output is in the log."""
+        """Whether it has ended; if so, all its output is in the log."""
         if self.popen.poll() is not None and self._copying is not None:
-            self._copying.join(1)  # longer only if a child of it holds the pipe
+            self._copying.join(1)  # takes longer only if a child of the process keeps the pipe open
             self._copying = None
         return self.popen.returncode is not None
 
@@ -119,7 +119,7 @@ class Attempt:
     def supervise(self) -> Verdict | None:
         """Restart processes that die until the attempt is over; return its verdict.
 
-        An error of the run directory's storage ends nothing: it is tried again.
+        After an error of the run directory's storage it tries again.
         """
         storage_errors = StorageErrors()
         while True:
@@ -151,7 +151,7 @@ class Attempt:
         return self.verdict is not None
 
     def on_poll(self) -> None:
-        """Do the launcher's own work between two looks at the processes."""
+        """Do the launcher's own work before each check of the processes."""
 
     def restarts(self, process: Process) -> bool:
         """Whether a process that has ended is restarted; an agent that ended with 0 has done its work."""
@@ -182,7 +182,7 @@ def main(supervise: Callable[[RunDir], int | None]) -> NoReturn:
 
 
 def staged(run: RunDir) -> dict[str, Any]:
-    """Return the request of a run's newest job."""
+    """Return the request of a run's newest job, as its launcher staged it."""
     return dict(json.loads(staged_file(run).read_text()))
 
 
@@ -196,7 +196,7 @@ def record_file(run: RunDir) -> Path:
 
 
 def _copy_output(process: subprocess.Popen[bytes], log: Path) -> None:
-    """Copy a process's output to this one's, and into its log while the disk has room."""
+    """Copy a process's output to this process's stdout, and into its log while the disk has room."""
     assert process.stdout is not None
     with log.open("ab", buffering=0) as file:
         while chunk := os.read(process.stdout.fileno(), 1 << 16):
@@ -204,4 +204,4 @@ def _copy_output(process: subprocess.Popen[bytes], log: Path) -> None:
             try:
                 file.write(chunk)
             except OSError as e:
-                os.write(sys.stderr.fileno(), f"WARNING not in {log}: {e.strerror}\n".encode())
+                os.write(sys.stderr.fileno(), f"WARNING output not written to {log}: {e.strerror}\n".encode())

@@ -26,7 +26,7 @@ _TORCHX_STATES = {
 
 
 class _Listed(ListAppResponse):  # type: ignore[misc]
-    """A line of `torchx list` that keeps its handle: TorchX's runner would put its own session into it."""
+    """A line of `torchx list` that keeps its handle: TorchX's runner would replace it by one with its own session."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if name not in vars(self):

@@ -76,8 +76,8 @@ def _submit(overrides: Sequence[str], output: str | None = None, as_json: bool =
     if output and (not config.dry_run or output != job.launcher.output):
         what = f"a dry run with {job.launcher.name} shows {job.launcher.output}"
         raise BadInput.at(f"--output {output}", what, f"dry_run=true --output {job.launcher.output}")
-    if job.away:
-        say("\n".join(["rendered without the cluster:", *job.away]), "yellow")
+    if job.offline_notes:
+        say("\n".join(["rendered without the cluster:", *job.offline_notes]), "yellow")
     say(render(job.plan))
     if config.dry_run:
         if as_json:

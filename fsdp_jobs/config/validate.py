@@ -16,13 +16,13 @@ from fsdp_jobs.config.resolve import node_range, probe_every_steps, ranks_per_no
 from fsdp_jobs.config.schema import HfConfig, JobConfig, LlamaConfig, NoModelConfig
 
 
-def config_problems(config: JobConfig, files: bool, is_away: bool = False) -> Iterator[Problem]:
+def config_problems(config: JobConfig, files: bool, is_offline: bool = False) -> Iterator[Problem]:
     """Yield the problems of a configuration; without `files`, as for a plan, data is not checked.
 
-    `is_away`: paths name files of the cluster that this machine does not see.
+    `is_offline`: paths name files of the cluster that this machine does not see.
     """
     has_model = not isinstance(config.model, NoModelConfig)
-    shares_files = config.cluster.shares_files and not is_away
+    shares_files = config.cluster.shares_files and not is_offline
     yield from value_problems(config, unread=() if has_model else ("steps", "data.", "optim."))
     yield from _numbers_of_ranks(config)
     yield from _relations(config)

@@ -152,14 +152,14 @@ def prepare(configs: Sequence[JobConfig]) -> list[Prepared]:
         try:
             launcher = launcher_of(config.cluster.launcher)
             if (cluster := repr((config.cluster, config.dry_run))) not in asked:  # only once: it may not answer
-                asked[cluster] = launcher.away(config) if config.dry_run else []
-            away = asked[cluster]
-            run = _open(config, [job.run for job in jobs], bool(away))
+                asked[cluster] = launcher.offline_notes(config) if config.dry_run else []
+            notes = asked[cluster]
+            run = _open(config, [job.run for job in jobs], is_offline=bool(notes))
             before = run.read_job()
-            if not away:
+            if not notes:
                 _check_free(run)
             planned = plan_of(config, run)
-            jobs.append(Prepared(config, run, *planned, submission, away, launcher=launcher, before=before))
+            jobs.append(Prepared(config, run, *planned, submission, notes, launcher=launcher, before=before))
         except BadInput as e:
             problems += e.problems
     for group in grouped(jobs, lambda job: job.launcher.name).values():
@@ -173,16 +173,16 @@ def prepare(configs: Sequence[JobConfig]) -> list[Prepared]:
     return jobs
 
 
-def _open(config: JobConfig, taken: Sequence[RunDir], is_away: bool) -> RunDir:
-    """Validate a configuration and, unless away, the run that it continues; return its run directory."""
-    validate(config, is_away=is_away)
+def _open(config: JobConfig, taken: Sequence[RunDir], is_offline: bool) -> RunDir:
+    """Validate a configuration and, unless offline, the run that it continues; return its run directory."""
+    validate(config, is_offline=is_offline)
     run = run_dir_of(config)
     if any(run.path == other.path for other in taken):
         raise BadInput.at(f"name={run.name}", "names two jobs of the same submission")
     check_may_act(run)
-    if not is_away:
+    if not is_offline:
         check_existing_run(config, run)
-    can_look = config.init_from is not None and config.cluster.shares_files and not is_away
+    can_look = config.init_from is not None and config.cluster.shares_files and not is_offline
     if can_look and not find_checkpoints(checkpoints_of(config.checkpoint, run)):
         check_initial_weights(config)
     return run

@@ -19,13 +19,13 @@ from fsdp_jobs.run.tail import newest_json_lines
 from fsdp_jobs.run.verdict import Verdict
 
 
-def validate(config: JobConfig, files: bool = True, is_away: bool = False) -> None:
-    """Validate everything that does not depend on the run directory; `files` and `is_away` as in `config_problems`.
+def validate(config: JobConfig, files: bool = True, is_offline: bool = False) -> None:
+    """Validate everything that does not depend on the run directory; `files` and `is_offline` as in `config_problems`.
 
     Raises:
         BadInput: all problems.
     """
-    if problems := [*config_problems(config, files, is_away), *_sharding_problems(config)]:
+    if problems := [*config_problems(config, files, is_offline), *_sharding_problems(config)]:
         raise BadInput(problems)
 
 

@@ -1,4 +1,4 @@
-"""Translate, create and remove a job in Docker: a network, a container for the coordinator and one per node."""
+"""Translate a job for Docker, create and remove it: a network, a container for the coordinator and one per node."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from fsdp_jobs.run.files import as_written
 logger = logging.getLogger(__name__)
 
 RUN_LABEL = "fsdp_jobs.run.directory"
-_REMOVAL_S = 60.0  # of containers that another command removes at the same time
+_REMOVAL_S = 60.0  # to wait for containers that another command is removing
 _PORT = 29400  # in the job's own network: nothing is published
 
 
@@ -49,20 +49,20 @@ def connected() -> Iterator[docker.APIClient]:
 
     Raises:
         NoDaemon: it does not answer, or denies permission.
-        BadInput: it is another machine's, there is no such context, or an answer in the block is an error.
+        BadInput: it is another machine's, there is no such context, or it answers a request in the block with an error.
     """
     where, name = os.environ.get("DOCKER_HOST"), os.environ.get("DOCKER_CONTEXT") or get_current_context_name()
     key = "DOCKER_HOST" if where else f"docker context {name}"
     if not where:
         try:
             context = ContextAPI.get_context(name)
-        except Exception as e:  # docker's own class adds nothing
+        except Exception as e:  # docker raises plain Exception for a damaged context
             raise BadInput.at(f"Docker context {name}", f"cannot be read: {e}", "docker context ls") from e
         if context is None:
             raise BadInput.at(f"Docker context {name}", "there is no such context", "docker context ls")
         where = str(context.Host).removeprefix("http+")
     if not where.startswith(("unix://", "npipe://")):
-        what = "is no socket of this machine, but containers mount its run directory"
+        what = "is not a socket of this machine, but containers mount this machine's run directory"
         cure = "submit on Docker's machine, or: unset DOCKER_HOST DOCKER_CONTEXT; docker context use default"
         raise BadInput.at(f"{key}={where}", what, cure)
     try:
@@ -125,19 +125,19 @@ def translate(job: Job, daemon: dict[str, Any], gpus: list[str]) -> DockerReques
     if config.is_program and not any(here.is_relative_to(mount.target) for mount in mounts):
         folder = run.path
         logger.warning(
-            "containers see a copy of your code, but not %s; the program works in %s. cluster.mounts=[%s:%s] mounts it",
+            "containers have a copy of your code, not %s: the program starts in %s. cluster.mounts=[%s:%s] mounts it",
             *(here, folder, here, here),
         )
     security = str(daemon.get("SecurityOptions"))
     is_rootless = "rootless" in security or daemon.get("Rootless")  # Podman before 4.6 says only the latter
-    user = "0:0" if is_rootless else f"{os.getuid()}:{os.getgid()}"  # root of a rootless daemon is its user
+    user = "0:0" if is_rootless else f"{os.getuid()}:{os.getgid()}"  # a rootless daemon's root is the user who runs it
     host = {
         "init": True,
         "read_only": True,
         "tmpfs": {"/tmp": "exec"},  # torch.compile and Triton load what they have compiled there
         "cap_drop": ["ALL"],
-        "security_opt": ["no-new-privileges", "label=disable"],  # or SELinux wants other labels on mounts, outside, too
-        "userns_mode": "host" if "userns" in security else None,  # mapped users may not write to the run directory
+        "security_opt": ["no-new-privileges", "label=disable"],  # else SELinux requires relabelling the mounted files
+        "userns_mode": "host" if "userns" in security else None,  # remapped users may not write to the run directory
         "mounts": [docker.types.Mount(m.target, m.source, type="bind", read_only=m.is_read_only) for m in mounts],
     }
     default = min(job.plan.ranks_per_node, daemon["NCPU"]) if daemon.get("CpuCfsQuota", True) else 0  # 0: no limit
@@ -188,7 +188,7 @@ def create(api: docker.APIClient, request: DockerRequest) -> None:
     """Create and start a request's network and containers; a failure leaves nothing behind."""
     run, labels = RunDir(request.run_dir), {RUN_LABEL: str(Path(request.run_dir).resolve())}
     secrets = {name: os.environ[name] for name in request.pass_env}
-    remove(api, run)  # kept by an earlier submission
+    remove(api, run)  # containers that an earlier submission kept
     for mount in request.containers[0]["host_config"]["mounts"]:
         if not Path(mount["Source"]).exists():
             Path(mount["Source"]).mkdir(parents=True)
@@ -223,7 +223,7 @@ def remove(api: docker.APIClient, run: RunDir) -> None:
     while left := api.containers(all=True, filters=_labelled(run)):
         for container in left:
             with suppress(docker.errors.APIError):  # it has ended
-                api.kill(container["Id"])  # Podman removes a running one only after its time to stop
+                api.kill(container["Id"])  # else Podman first waits for its stop timeout
             try:
                 api.remove_container(container["Id"], force=True, v=True)
             except docker.errors.APIError as e:

@@ -29,7 +29,7 @@ class DockerLauncher(DetachedLauncher):
         with containers.connected() as api:
             yield from validate.examine(api, config)
 
-    def away(self, config: JobConfig) -> list[str]:
+    def offline_notes(self, config: JobConfig) -> list[str]:
         try:
             with containers.connected():
                 return []
@@ -39,7 +39,7 @@ class DockerLauncher(DetachedLauncher):
             return [e.problems[0].what, unchecked, assumed]
 
     def prepare(self, jobs: Sequence[Job]) -> list[DockerRequest]:
-        with nullcontext() if all(job.away for job in jobs) else containers.connected() as api:
+        with nullcontext() if all(job.offline_notes for job in jobs) else containers.connected() as api:
             daemon = validate.ASSUMED if api is None else api.info()
             return prepare_each(
                 jobs,
@@ -76,7 +76,7 @@ class DockerLauncher(DetachedLauncher):
             return _any_runs(containers.containers_of(api, run))
 
     def kill(self, run: RunDir) -> bool:
-        """End a job and remove its containers and network; if it has ended, what its supervisor has left.
+        """End a job and remove its containers and network; of an ended job, remove what its supervisor has left.
 
         Raises:
             BadInput: no daemon answers, or it is not the one that has the job's containers.
@@ -93,7 +93,7 @@ class DockerLauncher(DetachedLauncher):
 
 
 def _any_runs(found: dict[str, dict[str, Any]]) -> bool:
-    """Whether any has a process: one that Podman is stopping does, but counts as not running."""
+    """Whether any container has a process; Podman reports one that it is stopping as not running."""
     return any(container["State"]["Pid"] for container in found.values())
 
 

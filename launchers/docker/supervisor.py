@@ -2,8 +2,8 @@
 
     python -m fsdp_jobs.launchers.docker.supervisor RUN_DIR
 
-After `docker kill` Docker's restart policies do neither. Containers do not depend on this process: while it is away
-they continue to train, over any number of attempts.
+Docker's restart policies do neither after `docker kill`. Containers do not depend on this process: without it they
+continue to train, over any number of attempts.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from fsdp_jobs.run.verdict import EXIT_FAILED, EXIT_REQUEUE, Verdict, judge
 _POLL_S = 0.5
 _RETRY_S = 2.0
 _LEAVE_S = 40.0  # containers that still run so long after the job's end are killed and removed
-_MISSED_S = 5.0  # by then the loss of the node has been recorded
-_NO_DAEMON_S = 600.0  # a daemon away for so long does not come back
-_LEFT = (EXIT_FAILED, EXIT_REQUEUE)  # of a container that gave up, or was asked to stop: it is not restarted
+_MISSED_S = 5.0  # before a missing container is recorded; the loss of its node is recorded first
+_NO_DAEMON_S = 600.0  # after which a daemon that does not answer is given up
+_LEFT = (EXIT_FAILED, EXIT_REQUEUE)  # exit codes of containers that are not restarted: gave up, or asked to stop
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ class Supervisor:
     def __init__(self, run: RunDir):
         self.run, self.config = run, load_config(run.config)
         self._over_at: float | None = None
-        self._missed: dict[str, float] = {}  # whose container was removed, or cannot be restarted -> since when
+        self._missed: dict[str, float] = {}  # node without a container that can run -> since when; inf: recorded
 
     @property
     def _attempt(self) -> int:
@@ -72,7 +72,7 @@ class Supervisor:
                 events.record(self.run, self._attempt, events.Waiting(""))
         for name, why in troubles.items():
             if time.monotonic() - self._missed.setdefault(name, time.monotonic()) > _MISSED_S:
-                self._missed[name] = math.inf  # noted
+                self._missed[name] = math.inf
                 events.record(self.run, self._attempt, events.Waiting(why))
         return False
 
@@ -110,7 +110,7 @@ def supervise(run: RunDir) -> None:
                 if not cluster_of(supervisor.config).keep:
                     remove(api, run)
             return
-        except BadInput as e:  # a container was just removed; the daemon is being restarted
+        except BadInput as e:  # a container was just removed, or the daemon is being restarted
             logger.warning("%s", e)
             if time.monotonic() - answered > _NO_DAEMON_S:
                 raise

@@ -23,7 +23,7 @@ from fsdp_jobs.run.processes import visible_gpus
 
 _BUILD = "docker build -t {} -f deploy/Dockerfile .   (in fsdp_jobs' checkout), or docker pull"
 _VERSIONS = "import fsdp_jobs, torch; print('fsdp_jobs', fsdp_jobs.__version__, 'torch', torch.__version__)"
-_GPU_HOOK = "nvidia-container-runtime-hook"  # Docker gives GPUs by it, also where no runtime is configured
+_GPU_HOOK = "nvidia-container-runtime-hook"  # with it Docker can assign GPUs even if no runtime is configured
 ASSUMED = {"MemTotal": 1 << 60, "NCPU": os.cpu_count() or 1}  # of a daemon that cannot be asked
 
 
@@ -33,7 +33,7 @@ def problems_of(api: docker.APIClient | None, job: Job, daemon: dict[str, Any], 
     Args:
         api: None if the daemon cannot be asked.
         daemon: the output of `docker info`.
-        gpus: this machine's ids.
+        gpus: ids of this machine's GPUs.
     """
     cluster = cluster_of(job.config)
     yield from _inputs(cluster)
@@ -52,7 +52,7 @@ def examine(api: docker.APIClient, config: JobConfig) -> Iterator[Finding]:
     size = f"{daemon['NCPU']} CPUs, {daemon['MemTotal'] / GIB:.1f} GiB"
     yield Finding("daemon", "ok", f"Docker {daemon['ServerVersion']}, {size}")
     if not daemon.get("MemoryLimit", True):
-        what = "this Docker limits no memory, whatever cluster.memory says"
+        what = "this Docker does not limit memory: cluster.memory has no effect"
         yield Finding("limits", "warning", what, "rootless Docker needs cgroup v2; docker info says more")
     too_few = _gpus(config, daemon, gpus) if accelerator(config) == "cuda" else ()
     yield from findings("GPUs", list(too_few), f"{len(gpus)} on this machine")
@@ -70,7 +70,7 @@ def _run(api: docker.APIClient, image: str, args: list[str]) -> list[str]:
     options = {"entrypoint": ["python"], "network_disabled": True, "host_config": host}
     made = api.create_container(image, args, **options)["Id"]
     try:
-        output = api.attach(made, stream=True)  # before it starts: at its end its output is removed
+        output = api.attach(made, stream=True)  # before it starts, because auto_remove deletes the output, too
         api.start(made)
         return b"".join(output).decode(errors="replace").splitlines()
     except docker.errors.APIError as e:
@@ -118,7 +118,7 @@ def _sizes(job: Job, daemon: dict[str, Any]) -> Iterator[Problem]:
         except docker.errors.DockerException:
             yield Problem(f"cluster.{key}={size}", "not a valid size", "e.g. 512m, 2g")
     if nodes * memory > (total := daemon["MemTotal"]):
-        what = f"by the plan they need {nodes * memory / GIB:.1f} GiB, Docker has {total / GIB:.1f}"
+        what = f"the plan expects them to need {nodes * memory / GIB:.1f} GiB, Docker has {total / GIB:.1f}"
         cure = "fewer nodes, a smaller model or micro_batch, or more memory for Docker (Docker Desktop: Resources)"
         yield Problem(f"nodes={config.nodes}", what, cure)
     if cluster.cpus is not None and not 0 < cluster.cpus <= daemon["NCPU"]:
@@ -133,7 +133,7 @@ def _gpus(config: JobConfig, daemon: dict[str, Any], gpus: list[str]) -> Iterato
         cure = "fewer nodes, a smaller nproc_per_node, or hardware=cpu to rehearse without"
         yield Problem(f"nodes={config.nodes}", what, cure)
     elif "nvidia" not in daemon.get("Runtimes", {}) and shutil.which(_GPU_HOOK) is None:
-        what = "containers get GPUs by NVIDIA's container toolkit, which this Docker does not have"
+        what = "Docker needs NVIDIA's container toolkit to assign GPUs, and does not have it"
         yield Problem("Docker", what, "install nvidia-container-toolkit, then: nvidia-ctk runtime configure")
 
 
@@ -146,6 +146,6 @@ def _names(api: docker.APIClient, job: Job) -> Iterator[Problem]:
     for kind, removal, name, labels in taken:
         owner = (labels or {}).get(RUN_LABEL)
         if (kind, name) in own | {("network", prefix)} and owner != str(job.run.path.resolve()):
-            what = f"exists already, of {owner or 'something other than a job of fsdp_jobs'}"
+            what = f"already exists, and belongs to {owner or 'something other than a job of fsdp_jobs'}"
             cure = f"another name=..., or docker {removal} {name} if nobody needs it"
             yield Problem(f"{kind} {name}", what, cure)

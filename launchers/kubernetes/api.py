@@ -75,10 +75,10 @@ class Api:
     """
 
     def __init__(self, login: Login, namespace: str, retried_for_s: float):
-        """`retried_for_s` applies to all but creations and logs."""
+        """`retried_for_s`: how long to retry a request that fails; creations and logs are not retried."""
         self._login, self.namespace, self._retried_for_s = login, namespace, retried_for_s
         self.where = str(login.client.configuration.host)
-        self._ahead_s = 0.0  # the server's clock, of this machine's
+        self._ahead_s = 0.0  # of the server's clock over this machine's
 
     def time(self) -> float:
         """Return seconds since 1970 by the server's clock, as of its last answer."""
@@ -151,9 +151,9 @@ class Api:
         return messages
 
     def log(self, pod: str, container: str, since_s: int | None = None, follow: bool = False) -> Iterator[str]:
-        """Yield lines of a container's log with their ends: all, or those of the last `since_s` seconds.
+        """Yield lines of a container's log with their newlines: all, or those of the last `since_s` seconds.
 
-        The last one has no end if it is not finished, or if the answer was cut off.
+        The last line has no newline if it is unfinished, or if the answer was cut off.
         """
         query = {"container": container, "follow": str(follow).lower()}
         if since_s is not None:
@@ -230,10 +230,10 @@ class Api:
             refusal = answer.data
         try:
             message = str(json.loads(refusal)["message"])
-        except (LookupError, TypeError, ValueError):  # not the API's own
+        except (LookupError, TypeError, ValueError):  # the answer is not the API's
             message = f"{answer.status} {answer.reason}"
         after = answer.headers.get("Retry-After", "")
-        status = 429 if "be fulfilled on resourcequotas" in message else answer.status  # it counted others meanwhile
+        status = 429 if "be fulfilled on resourcequotas" in message else answer.status  # a conflict of counts
         raise ApiError(status, message, float(after) if after.isdecimal() else 0)
 
 
@@ -256,7 +256,7 @@ def explain(api: Api, error: ApiError, doing: str) -> Problem:
     """Translate an error for the user; `doing` names the object or the job that it is about."""
     status, message, namespace = error.status, str(error), f"cluster.namespace={api.namespace}"
     forbidden = message.partition("is forbidden: ")[2] or message
-    patched = "cluster.pod_patch, labels, annotations, tolerations go to Kubernetes, 1.31 or newer, as given"
+    patched = "Kubernetes (1.31 or newer) gets cluster.pod_patch, labels, annotations and tolerations as given"
     is_unknown = status == 401 or "system:anonymous" in message  # the latter if a login plugin has failed
     known = [  # whether it applies, and the problem
         (status == 0, api.where, f"the cluster's API does not answer: {message}", "kubectl get pods must work first"),

@@ -1,4 +1,4 @@
-"""Read a job's objects: its state, its verdict, and in a user's words why it waits."""
+"""Read a job's state, its verdict and why it waits from its objects. For `status` on the submitting side."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def own_state(pod: Object) -> Object:
 
 
 def state_of(root: Object, pods: list[Object]) -> State:
-    """Return the job's state by the last verdict, the object that owns the others, and the pods."""
+    """Derive the job's state from the last verdict, the object that owns the others, and the pods."""
     verdict = verdict_of(pods)
-    if verdict is not None and verdict.decision == "stop":  # the Job takes a moment to know
+    if verdict is not None and verdict.decision == "stop":  # before the Job's own status shows it
         return State.from_verdict(verdict)
     if (end := end_of(root)) is not None:
         return _ENDS[end]
@@ -59,14 +59,14 @@ def end_of(body: Object) -> str | None:
 
 
 def why_ended(root: Object, pods: list[Object]) -> str:
-    """Return how a job has ended of which no pod tells it: in the words of its Job's controller."""
+    """Return how a job ended, in the words of its Job's controller, when no pod has a verdict."""
     status = root.get("status", {})
     ends = (c.get("message", "") for c in status.get("conditions", []) if c.get("type") in _ENDS)  # Volcano's have none
     state = status.get("state", {})
     told: str = next(ends, state.get("message") or state.get("phase", ""))
     if any(role_of(pod) == "coordinator" for pod in pods):
         return told
-    gone = "its pods were deleted before this was seen from here; its run directory on the claim has the rest"
+    gone = "its pods were deleted before this machine read their logs; its run directory on the claim has the rest"
     return f"{told}; {gone}" if told else gone
 
 
@@ -85,9 +85,9 @@ def is_leaving(api: Api, pods: list[Object]) -> bool:
 
 
 def _last_words(pods: list[Object]) -> tuple[Object, Object]:
-    """Return how the newest coordinator's pod ended that left a verdict, and that; both empty if none has.
+    """Return the end of the newest coordinator's pod that left a verdict, and that verdict; both empty if none did.
 
-    A pod that ended without a word has the end of its log instead, which may look like anything.
+    A pod without a verdict has the end of its log as its message, which may be any text.
     """
     for pod in reversed([p for p in pods if role_of(p) == "coordinator"]):
         ended = own_state(pod).get("terminated", {})
@@ -130,19 +130,19 @@ def why_waiting(api: Api, root: Object, jobs: list[Object], pods: list[Object]) 
             if why := why_failed(job, pods):
                 return why
     warnings = {} if pods or jobs else api.events(root["kind"])
-    return next(reversed(warnings.get(root["metadata"]["name"], [])), "")  # as of Volcano: its gang finds no room
+    return next(reversed(warnings.get(root["metadata"]["name"], [])), "")  # e.g. Volcano's: no room for the gang
 
 
 def why_cut_off(api: Api, pods: list[Object]) -> str:
     """Return which node has no connection to the coordinator, and since when, by the newest lines of its pod's log.
 
-    A policy separates all of them, so asking a few is enough.
+    A NetworkPolicy separates all nodes alike, so asking a few is enough.
     """
 
     def last_line(pod: Object) -> str:
         try:
             lines = [line.strip() for line in api.log(pod["metadata"]["name"], "trainer", since_s=_LOGGED_S)]
-        except ApiError:  # it has just gone, or its machine does not answer
+        except ApiError:  # the pod was just deleted, or its machine does not answer
             return ""
         return next((line for line in reversed(lines) if CONNECTION in line), "")
 
@@ -172,7 +172,7 @@ def _why_queued(api: Api, body: Object) -> str:
     queue = body["metadata"].get("labels", {}).get(QUEUE)
     if queue is None:
         name = body["metadata"]["name"]
-        return f"suspended, and not by a queue: kubectl describe of {name} shows more, or Kueue wants cluster.queue"
+        return f"suspended, but in no queue: set cluster.queue if Kueue did it; kubectl describe of {name} shows more"
     version = api.groups().get("kueue.x-k8s.io", "v1beta1")
     for workload in api.select_visible(f"kueue.x-k8s.io/{version}", "Workload") or ():
         owners = [o["uid"] for o in workload["metadata"].get("ownerReferences", [])]
@@ -182,7 +182,7 @@ def _why_queued(api: Api, body: Object) -> str:
 
 
 def _why_not_admitted(workload: Object) -> str:
-    """Return what Kueue's workload waits for: quota, or with it the answer of a check, such as for new machines."""
+    """Return what Kueue's workload waits for: quota or, after that, an admission check, e.g. for new machines."""
     for condition in workload.get("conditions", []):
         if condition["type"] == "QuotaReserved" and condition["status"] == "False":
             return str(condition["message"])
@@ -223,13 +223,13 @@ def _why_pod(api: Api, pod: Object, root: Object) -> str:
 
 
 def why_failed(job: Object, pods: list[Object]) -> str:
-    """Return how a failed pod of a Job ended that has no successor yet; empty if there is none."""
+    """Return how a Job's failed pod without a successor ended; empty if there is none."""
     of_job = [p for p in pods if job["metadata"]["name"] in map(p["metadata"]["labels"].get, _JOB_NAMES)]
     for pod in {(role_of(p), node_of(p)): p for p in of_job}.values():  # the newest of each
         name, status = pod["metadata"]["name"], pod["status"]
         if phase_of(pod) == "Failed" and status.get("reason"):  # the kubelet's: Evicted, UnexpectedAdmissionError
             return f"pod {name} has failed: {status['reason']}: {status.get('message', '')}"
-        own = own_state(pod)  # once it has run, a sidecar among the init containers ends when it has
+        own = own_state(pod)  # a sidecar among the init containers ends with it, so then only its own end counts
         for state in [own] if "terminated" in own else [c["state"] for c in status.get("initContainerStatuses", [])]:
             ended = state.get("terminated", {})
             if ended.get("exitCode", 0) not in (EXIT_DONE, EXIT_REQUEUE):

@@ -1,4 +1,4 @@
-"""Names that the submit side and the pods share: objects, labels, mounts, the coordinator's port."""
+"""Names that the submitting side and the pods share: objects, labels, mounts, the coordinator's port."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def job_files(run: RunDir) -> list[Path]:
 
 
 def pods_write_here(run: RunDir, app: str) -> bool:
-    """Return whether the coordinator's pod of a submission has started to work in this very directory."""
+    """Return whether this is the directory in which the coordinator's pod of a submission works, not a mirror of it."""
     look_again(run.written_by)
     return run.written_by.exists() and run.written_by.read_text() == app
 
 
 def ended_early(run: RunDir, app: str) -> Path:
-    """Return the mark of a submission that ended before its files came: the run directory may be another's."""
+    """Return the mark of a submission that ended early. It is outside the run directory, which may be another run's."""
     return run.path.parent / f".{app}.ended"
 
 
@@ -71,7 +71,7 @@ class Names:
 
 
 def role_of(pod: dict[str, Any]) -> str:
-    """Return a pod's role; empty if somebody else has made it."""
+    """Return a pod's role; empty if it is not a job's pod."""
     return str(pod["metadata"]["labels"].get(ROLE, ""))
 
 

@@ -1,4 +1,4 @@
-"""Connect to the cluster of a kubeconfig, or of the pod that this runs in, and log in again when that expires."""
+"""Connect to the cluster of a kubeconfig, or of the pod that this runs in; log in again when credentials expire."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.launchers.kubernetes.api import Api
 
 _CONNECTIONS = 32
-_LOG_IN_EVERY_S = 300.0  # of a user who is logged out: a plugin may open a browser
+_LOG_IN_EVERY_S = 300.0  # while logins fail: each may open a browser
 _NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
@@ -34,10 +34,10 @@ class Login:
         self._logged_in_at = time.monotonic()
 
     def request(self, request: Callable[[Any], Any]) -> Any:
-        """Return the answer to a request with the client; with a new one if the server took its credentials before.
+        """Send a request with the client; if the server rejects credentials that have worked, log in and send it again.
 
-        Tokens and certificates of plugins and files expire, and few of them come with the time when. A user who is
-        logged out may log in again in another terminal, so it is tried again, but not often.
+        Tokens and certificates of plugins and files expire, and few of them say when. A user who is logged out may log
+        in again in another terminal, so that is tried, too, but not often.
         """
         client = self.client
         answer = request(client)
@@ -68,7 +68,7 @@ def connect(cluster: KubernetesClusterConfig, retried_for_s: float = 0) -> Api:
     return Api(login, cluster.namespace or login.namespace, retried_for_s)
 
 
-@lru_cache(8)  # contexts at once; one whose kubeconfig has changed would keep its connections open
+@lru_cache(8)  # contexts; no more, because those of changed kubeconfigs keep their connections open
 def _login(context: str | None, files: str, changed: tuple[int, ...]) -> Login:
     in_pod = not os.environ.get("KUBECONFIG") and not any(changed) and "KUBERNETES_SERVICE_HOST" in os.environ
     return Login(lambda: _log_in(context, None if in_pod else files))

@@ -20,11 +20,11 @@ _answers: dict[str, dict[str, dict[str, str]]] = {}  # question -> labels by mac
 
 
 def topology_labels(api: Api, config: JobConfig) -> dict[str, dict[str, str]]:
-    """Read the labels of switches and NVLink domains, by machine, of the machines that a node may get.
+    """Return machine -> its labels of switches and NVLink domains, for the machines that a node may get.
 
     Until `forget`, one answer serves jobs that are planned and submitted together. Empty if no machine has such a
-    label, or if the API does not list the cluster's machines: a warning then gives the reason, and a job is submitted
-    anyway.
+    label, or if the API does not list the cluster's machines. Then a warning gives the reason, and jobs are submitted
+    all the same.
     """
     cluster = cluster_of(config)
     gpus = ranks_per_node(config) if accelerator(config) == "cuda" else 0
@@ -45,7 +45,7 @@ def _read(api: Api, selector: Mapping[str, str], gpu_resource: str, gpus: int) -
     except ApiError as e:
         why = "you may not list the cluster's nodes" if e.status == 403 else str(e)
         logger.warning(
-            "%s: %s, so the plan takes them as under one switch "
+            "%s: %s, so the plan assumes that all are under one switch "
             "(deploy/kubernetes/nodes.yaml allows it; cluster.topology=FILE names the switches)",
             *(api.where, why),
         )
@@ -61,7 +61,7 @@ def _read(api: Api, selector: Mapping[str, str], gpu_resource: str, gpus: int) -
 
 
 def carried_labels(api: Api, config: JobConfig) -> dict[str, dict[str, str]]:
-    """Return `topology_labels` if they fit into the job's ConfigMap; else warn, and return none."""
+    """Return `topology_labels` if they fit into the job's ConfigMap; else warn and return an empty dict."""
     labels = topology_labels(api, config)
     if (length := len(json.dumps(labels))) <= _CARRIED:
         return labels

@@ -1,4 +1,4 @@
-"""AppDef -> the objects of a job, the one that owns the others first. Pure; no client."""
+"""Translate an AppDef into Kubernetes objects, the one that owns the others first. Pure; no client."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fsdp_jobs.launchers.kubernetes.labels import NODE, QUEUE, RUN, Names, job_f
 from fsdp_jobs.launchers.kubernetes.pods import cluster_of, coordinator_pod, names_of, node_pod
 from fsdp_jobs.launchers.kubernetes.skeletons import Object, fill
 
-_INDEX = "$(JOB_COMPLETION_INDEX)"  # the kubelet puts the pod's number here
+_INDEX = "$(JOB_COMPLETION_INDEX)"  # the kubelet replaces it by the pod's number
 _MIN_PARALLELISM = "kueue.x-k8s.io/job-min-parallelism"
 _COMPLETIONS_FOLLOW = "kueue.x-k8s.io/job-completions-equal-parallelism"
 
@@ -91,7 +91,7 @@ WORKLOADS = {
 
 
 def files_objects(job: Job, files: Mapping[Path, str | None] | None = None) -> list[Object]:
-    """Translate files of the run directory, or path -> text: a ConfigMap, and a Secret with the job's token."""
+    """Translate files (path -> text; default: the run directory's) into a ConfigMap, and a Secret with the token."""
     metadata, run = _metadata(job, names_of(job).files), job.run
     files = files or {f: f.read_text() for f in (*job_files(run), run.token) if f.exists()}
     shown = {f.name: files[f] for f in job_files(run) if files.get(f)}

@@ -1,4 +1,4 @@
-"""The run directory on a machine that cannot mount the claim: copied from the pods' logs (pod.py)."""
+"""Mirror the run directory to a machine that cannot mount the claim, from the pods' logs (pod.py)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class _Mirror:
         self._offsets: dict[str, int] = {}  # file -> end of the last line copied
         self._read_at: dict[str, float] = {}  # pod's uid -> seconds since 1970, cluster's clock
         self._finished: list[str] = []  # uids of pods that have ended and were read to the end
-        # After each pod what is new, in a line: with all files of thousands of ranks a pod would cost megabytes.
+        # A line per pod read, with what has changed: rewriting the offsets of thousands of ranks takes megabytes.
         self._journal = run.mirrored.with_suffix(".jsonl")
         for part in (read_json(run.mirrored), *read_json_lines(self._journal)):
             self._offsets |= part.get("offsets", {})
@@ -76,7 +76,7 @@ class _Mirror:
         try:
             return list(self.api.log(pod["metadata"]["name"], role_of(pod), since_s))
         except ApiError as e:
-            if e.status not in (400, 404):  # it has just gone
+            if e.status not in (400, 404):  # with these, the pod was just deleted
                 self.refusal = f"the log of pod {pod['metadata']['name']} cannot be read: {e}"
             return None
 
@@ -95,7 +95,7 @@ class _Mirror:
                 file.write(json.dumps({"offsets": copied, "read_at": {uid: now}, "finished": finished}) + "\n")
 
     def _copy(self, logged: str, copied: dict[str, int]) -> None:
-        """Copy what a line publishes, if it is new, and note the end of it in `copied`."""
+        """Copy what a line publishes, if it is new, and put its end into `copied`."""
         published = _PUBLISHED.fullmatch(logged)
         if published is None:
             return

@@ -1,4 +1,4 @@
-"""The program of a job's pods, around the attempts: `coordinator` or `node`. No client, no torch.
+"""The program of a job's pods, `coordinator` or `node`, around launchers/attempts.py. No client, no torch.
 
 The coordinator's pod copies the submitted files into the run directory and passes on requests to stop. Both publish
 new lines of the run directory's files in their logs, as `@<file>:<offset after the line> <line>`, so that a machine
@@ -38,8 +38,8 @@ from fsdp_jobs.run.tail import TIMES, Tail
 from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, Verdict
 
 _POLL_S = 0.5
-_LONGEST_REASON = 2000  # bytes: of a message of over 4,096 bytes the kubelet keeps only the end
-_FILES_S = 3600.0  # for which a node waits for the coordinator's pod to bring the job's files
+_LONGEST_REASON = 2000  # bytes; the kubelet keeps only the last 4,096 of a message
+_FILES_S = 3600.0  # how long a node waits for the coordinator's pod to bring the job's files
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ def seed(run: RunDir) -> None:
     Raises:
         BadInput: the claim has another run of this name; names its owner.
 
-    The attempts on the claim count: the submit machine may not have seen all of them.
+    The first attempt is numbered after those on the claim: the submitting machine may not know all of them.
     """
     token = (Path(TOKEN_FILES) / run.token.name).read_text()
     if run.token.exists() and run.token.read_text() == token:
@@ -179,8 +179,8 @@ class Publisher(threading.Thread):
                 for tail in self._tails.values() if has_left else ():
                     if rest := tail.unfinished():
                         self.publish_line(tail.path, tail.offset + len(rest), rest)
-            except (OSError, ValueError) as e:  # the claim may be away for a while
-                logger.warning("not published, to be repeated: %s", e)
+            except (OSError, ValueError) as e:  # the claim's storage may not answer for a while
+                logger.warning("cannot publish, trying again: %s", e)
 
     def publish(self) -> None:
         """Publish what is new."""
@@ -211,7 +211,7 @@ class CoordinatorsPublisher(Publisher):
             if changed > self._published.get(file, 0):
                 self._published[file] = changed
                 self.publish_line(file, changed, json.dumps(json.loads(file.read_text())).encode())  # on one line
-        # The submit machine's request to save and stop comes as an annotation of this pod.
+        # A request to stop from the submitting machine arrives as an annotation of this pod.
         for line in (Path(POD_INFO) / "annotations").read_text().splitlines():
             key, _, value = line.partition("=")
             if key == STOP and not self.run_dir.stop_request.exists():

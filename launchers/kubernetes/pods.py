@@ -16,7 +16,7 @@ from fsdp_jobs.launchers.kubernetes.labels import APP, COORDINATOR_PORT, ROLE, N
 from fsdp_jobs.launchers.kubernetes.skeletons import Object, fill, merge
 from fsdp_jobs.run.goodput import slowest_save_s
 
-_LEAVE_S = 15.0  # after the save: the verdict, and the processes' ends
+_LEAVE_S = 15.0  # after the save, for the verdict and for processes to end
 _PROGRAM = "fsdp_jobs.launchers.kubernetes.pod"
 _KUEUE_TOPOLOGY = "kueue.x-k8s.io/podset-preferred-topology"
 
@@ -69,7 +69,7 @@ def coordinator_pod(job: Job) -> Object:
 def _pod(job: Job, role: Role, part: list[str], node: str, env: Mapping[str, Object], own: Object) -> Object:
     """Fill the skeleton `pod` and merge what its role adds to it; `cluster.pod_patch` comes last.
 
-    `part` is what the pod's program does, and its address; the role's own command follows, with the pods' paths.
+    `part` has pod.py's role and address; the role's own command follows, with the run directory's path in the pod.
     """
     cluster, names = cluster_of(job.config), names_of(job)
     here, there = job.app.metadata[RUN_DIR_KEY], f"{cluster.mount_path.rstrip('/')}/{job.run.name}"

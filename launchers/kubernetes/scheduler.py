@@ -112,7 +112,7 @@ class KubernetesLauncher(Launcher):
             return None
         return from_kubernetes(labels, ranks_per_node(config))
 
-    def away(self, config: JobConfig) -> list[str]:
+    def offline_notes(self, config: JobConfig) -> list[str]:
         try:
             connect(cluster_of(config)).groups()
             return []
@@ -126,7 +126,7 @@ class KubernetesLauncher(Launcher):
         return [why, unchecked, "assumed: all machines under one switch"]
 
     def artefact(self, request: KubernetesRequest, files: Mapping[Path, str | None]) -> str:
-        """Return all objects as `submit` leaves them in the cluster, without owners, whose ids only the cluster has."""
+        """Return all objects as `submit` leaves them in the cluster, without owners: only the cluster has their ids."""
         job, (root, *owned) = request.job, request.objects
         if request.node_labels:
             files = {**files, job.run.node_labels: json.dumps(request.node_labels)}
@@ -159,7 +159,7 @@ class KubernetesLauncher(Launcher):
             owned = [owned_by(owner, body) for body in (*files_objects(job), *owned)]
             at_once(api.create, [body for body in owned if body["kind"] != "Job"])
             if not _is_queued(owner) and root["spec"].get("suspend"):
-                api.patch(root, {"spec": {"suspend": False}})  # before the nodes take all machines
+                api.patch(root, {"spec": {"suspend": False}})  # before nodes that may take all machines
             at_once(api.create, [body for body in owned if body["kind"] == "Job"])
         except ApiError as e:
             raise BadInput([explain(api, e, app_id)]) from e
@@ -229,7 +229,7 @@ class KubernetesLauncher(Launcher):
             return WITHDRAWN if state is State.QUEUED else KILLED
 
     def replace_lost(self, app_id: str) -> str:
-        """Give up pods on machines that do not answer, for whose ends the cluster waits for ever."""
+        """Delete pods on machines that do not answer; the cluster would wait for ever for their end."""
         app = self._app(app_id)
         with app.connected() as api:
             stuck = [pod for pod in api.pods(app.names.selector) if conditions.is_stuck(api, pod)]
@@ -254,7 +254,7 @@ create_scheduler = KubernetesLauncher.scheduler
 def _prepare(job: Job) -> KubernetesRequest:
     cluster = cluster_of(job.config)
     request = KubernetesRequest(WORKLOADS[cluster.workload].objects(job), job)
-    if not job.away:
+    if not job.offline_notes:
         api = connect(cluster)
         validate.validate_with_cluster(api, job, request.objects)
         if job.config.cluster.topology is None:
@@ -263,7 +263,7 @@ def _prepare(job: Job) -> KubernetesRequest:
 
 
 def _is_queued(root: Object) -> bool:
-    """Return whether Kueue decides when a job starts: by `cluster.queue`, or by the namespace's default queue."""
+    """Return whether Kueue decides when a job starts, in `cluster.queue` or the namespace's default queue."""
     return QUEUE in root["metadata"]["labels"]
 
 
@@ -280,15 +280,15 @@ def _describe(app: _App, api: Api, jobs: list[Object], pods: list[Object]) -> De
         _has_left_nothing(run)
         if run is None or pods_write_here(run, app.names.app) or Verdict.final(run) is not None:
             return None
-        what = "its objects were deleted, after cluster.keep_hours or by hand, before its end was seen from here"
-        return Description(State.UNKNOWN, f"{what}: its run directory on the claim has it; resume goes on from there")
+        what = "its objects were deleted, after cluster.keep_hours or by hand, before this machine saw its end"
+        return Description(State.UNKNOWN, f"{what}: its run directory on the claim has it; resume continues from there")
     state, verdict, unread = conditions.state_of(root, pods), conditions.verdict_of(pods), ""
     if run is not None and not pods_write_here(run, app.names.app):
         mirror.pass_on_stop(run, api, pods)
         unread = mirror.pull(run, api, pods)
     if state.is_active:
         why = conditions.why_waiting(api, root, jobs, pods)
-        if run is not None and Verdict.final(run) is None:  # else the pods do not know it yet
+        if run is not None and Verdict.final(run) is None:  # else it has ended, and the pods do not show it yet
             why = _note_why(run, api, pods, why)
         why = why or unread
     else:
@@ -312,7 +312,7 @@ def _has_left_nothing(run: RunDir | None) -> None:
 
 def _end_rest(api: Api, root: Object, jobs: list[Object]) -> None:
     """Delete the Jobs that an ended job left: a failed owner deletes nothing, and waiting pods request machines."""
-    for job in jobs if root["apiVersion"] == "batch/v1" else ():  # the operators of the other kinds do it
+    for job in jobs if root["apiVersion"] == "batch/v1" else ():  # operators do it for the other kinds
         if job["metadata"]["uid"] != root["metadata"]["uid"] and conditions.end_of(job) is None:
             api.delete(job)
 

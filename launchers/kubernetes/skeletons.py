@@ -1,4 +1,4 @@
-"""Objects from the YAML files beside this module: `$names` stand for values, keys that stay null are left out."""
+"""Objects from the YAML files beside this module: `$names` stand for values, keys whose value is null are left out."""
 
 from __future__ import annotations
 

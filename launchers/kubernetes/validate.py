@@ -37,7 +37,7 @@ _NEEDED = {  # verb -> resources, of the core API
 
 
 def validate_with_cluster(api: Api, job: Job, objects: Sequence[Object]) -> None:
-    """Ask the cluster whether it would accept the job, everything at the same time; nothing is created.
+    """Ask the cluster, in parallel, all that decides whether it accepts the job; nothing is created.
 
     Raises:
         BadInput: with all problems: missing permissions first, then operators, then everything else.
@@ -134,7 +134,7 @@ def wrong_keys(config: JobConfig) -> Iterator[Problem]:
             what = "not the key of a secret (secret/key)"
             yield Problem(f"cluster.secret_env.{variable}={reference}", what, "my-secret/its-key")
     if QUEUE in cluster.labels:
-        what = "the pods alone would have this label, and Kueue would not admit the job as one"
+        what = "only pods would get this label, and Kueue would not admit the job as a whole"
         yield Problem(f"cluster.labels.{QUEUE}={cluster.labels[QUEUE]}", what, f"cluster.queue={cluster.labels[QUEUE]}")
     yield from _odd_items("cluster.tolerations", cluster.tolerations, "{key: nvidia.com/gpu, operator: Exists}")
     patch = cluster.pod_patch
@@ -196,10 +196,10 @@ def _not_admitted(api: Api, objects: Sequence[Object]) -> Iterator[Problem]:
 
 
 def _is_final(body: Object, message: str) -> bool:
-    """Return whether what a dry run refuses is also refused later.
+    """Return whether the cluster would also refuse at submission what it refused in a dry run.
 
-    Not if a webhook only refuses dry runs. Not a pod that only this user may not create, or that has to wait for a
-    quota: the Job's controller creates pods, and tries again; `status` shows its events.
+    It would not if a webhook refuses only dry runs, only this user may not create pods, or a quota is used up now: the
+    Job's controller creates pods, and tries again; `status` shows its events.
     """
     if "does not support dry run" in message:
         return False

@@ -86,7 +86,7 @@ class SlurmLauncher(Launcher):
     def site_file(self) -> str:
         return str(yaml.safe_dump(asdict(site.ask()), sort_keys=False, width=1000))
 
-    def away(self, config: JobConfig) -> list[str]:
+    def offline_notes(self, config: JobConfig) -> list[str]:
         if not (why := client.silent()):
             return []
         unchecked = "not checked: partition, account, QOS, limits, sizes of nodes, and files that only the cluster has"
@@ -108,14 +108,14 @@ class SlurmLauncher(Launcher):
             here = site.site_of(job.config)
             save_s = slowest_save_s(job.run)
             step_s = max((line["step_s"] for line in read_json_lines(job.run.metrics)), default=0.0)
-            if not job.away:
+            if not job.offline_notes:
                 validate.compare_with_kill_wait(job.run.name, save_s, 2 * (save_s + step_s))
             margin = margin_s(save_s, step_s, job.config.elastic.stop_grace_s)
             text = script(job, here, site.topology_of(here, job.config), margin)
             return SlurmRequest(job, text, commands(job, here, margin), code)
 
         requests = prepare_each(jobs, validate.problems_here, translate)
-        if not (checked := [request for request in requests if not request.job.away]):
+        if not (checked := [request for request in requests if not request.job.offline_notes]):
             return requests
         validate.check_count(len(checked))
         problems: list[Problem] = []

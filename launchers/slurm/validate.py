@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 def problems_here(job: Job) -> Iterator[Problem]:
-    """Yield problems that this machine can find: in the keys, and, unless the job is away, in the machine itself."""
+    """Yield problems that this machine can find: in the keys, and, unless offline, in the machine itself."""
     cluster, run = cluster_of(job.config), job.run
     values = {f"cluster.{key}": value for key, value in vars(cluster).items() if key != "setup"}
     for key, value in {**values, "runs_dir": str(run.path.parent)}.items():
@@ -59,7 +59,7 @@ def problems_here(job: Job) -> Iterator[Problem]:
             yield Problem(where, what, "cluster.exclusive=false, too")
     if cluster.container is not None:
         yield from container.problems(job.config, run)
-    if job.away:
+    if job.offline_notes:
         return
     if (kind := file_system(run.path)) in _IN_MEMORY:
         what = f"is on {kind}, in this machine's memory: the nodes cannot see it"

@@ -129,7 +129,7 @@ def test_a_dry_run_away_from_its_cluster_asks_once_and_leaves_the_configuration_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
-    monkeypatch.setattr(LocalLauncher, "away", lambda self, config: asked.append(config) or ["nobody answers"])
+    monkeypatch.setattr(LocalLauncher, "offline_notes", lambda self, config: asked.append(config) or ["nobody answers"])
     keys = [
         f"runs_dir={tmp_path}",
         "nodes=1",
@@ -141,7 +141,7 @@ def test_a_dry_run_away_from_its_cluster_asks_once_and_leaves_the_configuration_
     configs = [compose_job([*keys, "dry_run=true", f"name={name}"]) for name in "abc"]
     before = copy.deepcopy(configs)
     jobs = submission.prepare(configs)
-    assert [job.away for job in jobs] == [["nobody answers"]] * 3 and len(asked) == 1
+    assert [job.offline_notes for job in jobs] == [["nobody answers"]] * 3 and len(asked) == 1
     assert submission.artefact_of(jobs[0], []) and configs == before
     with pytest.raises(BadInput, match=r"data\.path=on-the-cluster\.bin"):
         submission.prepare([replace(configs[0], dry_run=False)])

@@ -66,7 +66,7 @@ def test_without_a_daemon_a_dry_run_shows_the_containers(tmp_path: Path) -> None
     small = called(tmp_path, *job, "cluster.memory=64m", DOCKER_HOST="unix:///nowhere/docker.sock")
     assert small.returncode == 2 and "ranks need" in small.stderr, "what the keys say alone is checked all the same"
     elsewhere = called(tmp_path, *job, DOCKER_HOST="ssh://somewhere.example")
-    assert elsewhere.returncode == 2 and "is no socket of this machine" in elsewhere.stderr
+    assert elsewhere.returncode == 2 and "is not a socket of this machine" in elsewhere.stderr
 
 
 def test_doctor_says_whether_the_image_works(image: str, tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_no_image_and_too_little_of_everything_at_once(docker_daemon: None, tmp_
         "cluster.memory=64m: the plan's 2 ranks need",
         "cluster.shm=4k: the plan's 2 ranks need",
         "cluster.cpus=4096: Docker has",
-        "nodes=5000: by the plan they need",
+        "nodes=5000: the plan expects them to need",
         "cluster.pass_env=[NO_SUCH_VARIABLE]: is not in your environment",
         "there is no /no/such/folder on this machine",
         "cluster.mounts=[data]: is not from:to",
@@ -165,9 +165,9 @@ def strangers(image: str) -> Iterator[None]:
 
 def test_names_that_are_taken(image: str, strangers: None, tmp_path: Path) -> None:
     said = " ".join(refusal(tmp_path, f"cluster.image={image}", "name=mine").split())
-    assert "container fsdp-mine-node-1: exists already, of something other than a job of fsdp_jobs" in said
+    assert "container fsdp-mine-node-1: already exists, and belongs to something other than a job of fsdp_jobs" in said
     assert "docker rm -f fsdp-mine-node-1" in said
-    assert "network fsdp-mine: exists already, of something other than a job of fsdp_jobs" in said
+    assert "network fsdp-mine: already exists, and belongs to something other than a job of fsdp_jobs" in said
     assert "docker network rm fsdp-mine" in said
 
 
@@ -204,4 +204,4 @@ def test_another_machines_docker(docker_daemon: None, tmp_path: Path) -> None:
     assert Path(socket).exists()
     for where in ("ssh://somewhere.example", "tcp://127.0.0.1:2375"):
         said = refusal(tmp_path, DOCKER_HOST=where)
-        assert f"DOCKER_HOST={where}: is no socket of this machine" in said and "unset DOCKER_HOST" in said
+        assert f"DOCKER_HOST={where}: is not a socket of this machine" in said and "unset DOCKER_HOST" in said

@@ -1004,7 +1004,7 @@ class TestWaiting:
         for key in [key for key in api.objects if key[0] != "/persistentvolumeclaims"]:
             del api.objects[key]
         state, why = self.said(app)
-        assert state is State.UNKNOWN and "before its end was seen from here" in why
+        assert state is State.UNKNOWN and "before this machine saw its end" in why
         listed = {job.app_id: job.state for job in KubernetesLauncher.scheduler("torchx").list()}
         assert listed[app] is AppState.UNKNOWN
 
@@ -1017,7 +1017,7 @@ class TestWaiting:
         conditions = [{"type": end, "status": "True", "message": told}]
         api.objects["batch/jobs", app.partition(":")[2]]["status"]["conditions"] = conditions
         described, why = self.said(app)
-        assert described is state and told in why and "its pods were deleted before this was seen from here" in why
+        assert described is state and told in why and "its pods were deleted before this machine read" in why
 
     def test_a_job_that_is_gone(self, api: SimulatedApi, app: str) -> None:
         KubernetesLauncher().cancel([app])

@@ -240,7 +240,7 @@ def test_a_job_is_suspended_and_finds_the_quota_full_at_its_restart_on_a_simulat
                 body["spec"]["suspend"] = suspended
         if suspended:
             job.until_true(lambda: job.run.verdict(0).exists() and not cluster.running("trainer"), "no pod")
-            assert "suspended, and not by a queue" in called(tmp_path, "status", "held").stdout
+            assert "suspended, but in no queue" in called(tmp_path, "status", "held").stdout
     job.until_true(lambda: any(e["attempt"] == 1 for e in job.events("resumed")), "the next attempt")
     job.until_advanced(job.rounds())
 

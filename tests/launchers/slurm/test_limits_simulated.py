@@ -87,7 +87,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
 def test_an_option_that_is_not_for_the_user_is_refused_in_every_form_that_sbatch_takes(given: str, cure: str) -> None:
     """The tasks of an array would all work in one run directory; another signal killed the job before it had saved."""
     config = compose_job(["cluster=slurm", "model=llama_debug", f"cluster.extra=['{given}']"])
-    (problem,) = problems_here(Job(config, RunDir("/runs/a"), plan_of(config)[0], away=["a laptop"]))
+    (problem,) = problems_here(Job(config, RunDir("/runs/a"), plan_of(config)[0], offline_notes=["a laptop"]))
     assert problem.instead.startswith(cure)
 
 

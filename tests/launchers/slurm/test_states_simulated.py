@@ -296,7 +296,7 @@ def test_a_dry_run_of_many_jobs_asks_a_controller_that_does_not_answer_once(
     monkeypatch.chdir(slurm)
     keys = ["cluster=slurm", "cluster.accelerator=cpu", "nproc_per_node=1", "cluster.snapshot_mb=0", "dry_run=true"]
     jobs = submission.prepare([compose_job([*keys, f"name={name}", f"cluster.time={name}0"]) for name in "123"])
-    assert [job.away[0] for job in jobs] == ["Unable to contact slurm controller"] * 3
+    assert [job.offline_notes[0] for job in jobs] == ["Unable to contact slurm controller"] * 3
     assert (slurm / "calls").read_text().splitlines() == ["scontrol"]
     monkeypatch.setattr(client, "_ERROR_AGE_S", 0.0)
     (slurm / "scontrol").write_text("#!/bin/sh\necho 'ClusterName = lab'\n")
