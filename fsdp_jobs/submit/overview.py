@@ -142,7 +142,7 @@ class Overview:
 
 
 def _damaged(run: RunDir, error: Exception) -> RunSummary:
-    """Sum up a run that cannot be read; after most OSErrors, as while a file server restarts, it may be soon."""
+    """Sum up a run that cannot be read; after most OSErrors it may be readable again soon."""
     owner = None
     with suppress(*DAMAGES):
         owner = owner_of(run)

@@ -41,7 +41,7 @@ def stop(runs: Sequence[RunDir], now: bool = False) -> None:
         deadlines[run] = time.monotonic() + plain_values(run.config)["elastic"]["stop_grace_s"]
     if deadlines:
         names = listed([run.name for run in deadlines], of="jobs")
-        say(f"{names}: asked to save a checkpoint and stop, also if this command ends", "yellow")
+        say(f"{names}: asked to save a checkpoint and stop, even if this command ends", "yellow")
     while deadlines:
         said = describe(handles[run] for run in deadlines)
         for run, deadline in tuple(deadlines.items()):

@@ -42,7 +42,7 @@ from fsdp_jobs.submit.validate import check_existing_run, validate
 
 REHEARSED = "rehearse-"  # prefix of the names of runs with injected failures
 _FOR_ONE_SUBMISSION = ("attach", "dry_run", "allow_config_change", "checkpoint.restart_from_zero")
-_ENOUGH_NODE_DAYS = 100.0  # of runs, for an estimate of how often nodes of the cluster fail
+_ENOUGH_NODE_DAYS = 100.0  # enough of them to estimate how often nodes of the cluster fail
 _LEAVES_S = 30.0  # within which a launcher notices that a job has ended
 
 
@@ -51,7 +51,7 @@ class Prepared(Job):
     """A job that can be submitted, with its launcher's request. Nothing is written yet."""
 
     launcher: Launcher
-    before: JsonObject  # content of job.json: that of the submission before
+    before: JsonObject  # content of job.json from the previous submission
     request: Any = None  # of the launcher's `prepare`
     sweep: JsonObject | None = None  # the job's sweep, for job.json
 
@@ -87,7 +87,7 @@ def overrides_again(run: RunDir, changes: Sequence[str]) -> list[str]:
 
 
 def check_left(run: RunDir, changes: Sequence[str]) -> None:
-    """Check that a run would not be submitted to do nothing; a program that is done is started once more.
+    """Check that a run to be resumed has something left to do; a program that is done is started once more.
 
     Raises:
         BadInput: the trainer has done all steps, and the changes name no others.
@@ -119,7 +119,7 @@ def forget() -> None:
     """Drop what a command shares between its jobs: in a notebook, model and cluster may have changed."""
     run_probe.cache_clear()
     _seen.cache_clear()
-    for launcher in Launcher.__subclasses__():  # those in use here: the others have asked nothing
+    for launcher in Launcher.__subclasses__():  # only those that were imported: others have no answers
         launcher.forget()
 
 
@@ -147,7 +147,7 @@ def prepare(configs: Sequence[JobConfig]) -> list[Prepared]:
     asked: dict[str, list[str]] = {}
     submission = new_submission()
     for config in configs:
-        if (folder := config.checkpoint.dir) and "://" not in folder:  # found from other folders, too
+        if (folder := config.checkpoint.dir) and "://" not in folder:  # so that it is found from other folders, too
             config = replace(config, checkpoint=replace(config.checkpoint, dir=str(as_written(folder))))
         try:
             launcher = launcher_of(config.cluster.launcher)
@@ -263,16 +263,16 @@ def submit(
 
 
 def _withdraw(jobs: Sequence[Prepared], app_ids: Mapping[RunDir, str]) -> set[RunDir]:
-    """Cancel those of these jobs that a launcher has, and return the runs of all whose launchers answer.
+    """Cancel the jobs that reached their launchers; return the runs of all launchers that answer.
 
-    The others may run, now or later, so they stay pending. `app_ids` has those of launchers that have answered before,
-    each for all its jobs.
+    Jobs of other launchers may run, now or later, so their runs stay pending. `app_ids` has the ids of all jobs of each
+    launcher whose `submit` has returned.
     """
     withdrawn = set[RunDir]()
     for group in grouped(jobs, lambda job: job.launcher.name).values():
         launcher, runs = group[0].launcher, [job.run for job in group]
         try:
-            with suppress(OSError):  # a file that the launcher writes first is missing
+            with suppress(OSError):  # the launcher's own file is missing, so it was not asked to submit
                 found = [app_ids[run] for run in runs] if runs[0] in app_ids else launcher.find(runs)
                 if there := [*filter(None, found)]:
                     launcher.cancel(there)

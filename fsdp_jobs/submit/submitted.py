@@ -73,7 +73,7 @@ def settle(runs: Iterable[RunDir]) -> None:
     """Record the outcome of this user's submissions whose commands died before recording it."""
     for run in runs:
         if run.pending_launcher is not None:
-            # Another command may be at it, or the launcher does not answer; it answers only to the run's owner.
+            # Another command may hold the lock, or the launcher not answer. Launchers answer only the owner.
             with suppress(BadInput, JobFailed, OSError), run.locked(wait_s=0):
                 if owner_of(run) is None:
                     adopt(run)
@@ -182,7 +182,7 @@ def activity_of(run: RunDir, said_at: float = -math.inf) -> Callable[[], bool]:
     """Return a function that returns whether a run's job is active, by its launcher's newest answer.
 
     A thread queries the launcher every 2 seconds, because it may be unreachable. Only its first answer is awaited.
-    Why a launcher does not answer is printed.
+    If the launcher does not answer, the reason is printed.
 
     Args:
         run: the run, whose job was active.

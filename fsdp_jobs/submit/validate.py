@@ -94,7 +94,7 @@ def training_changes(config: JobConfig, run: RunDir) -> list[Problem]:
 
 
 def _has_trained(run: RunDir) -> bool:
-    """Whether an attempt has begun, unless the run ended by an error of its own before any step that is known."""
+    """Whether an attempt has begun; not if the run ended with an error of its user before a recorded step."""
     if run.last_attempt() < 0:
         return False
     verdict = Verdict.final(run)
