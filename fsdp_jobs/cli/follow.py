@@ -25,7 +25,7 @@ from fsdp_jobs.submit.overview import RunSummary, goodput_of, state_of, summary_
 from fsdp_jobs.submit.submitted import job_of, named
 
 _REFRESH_S = 0.25
-_VERDICT_S = 10.0  # at most, from the end of a killed job's first process to its verdict, which follows the last one
+_VERDICT_S = 10.0  # longest time from the end of a killed job's first process to its verdict, written after the last
 _PLAIN_EVERY_S = 5.0  # between progress lines where nothing can be redrawn
 
 
@@ -109,7 +109,7 @@ class Follower:
         job, ended_at = self.status.run.read_job(), math.inf
         with LiveView(transient=True) as view:
             while True:
-                is_active, began = active(), time.monotonic()  # asked before the last of the news is read
+                is_active, began = active(), time.monotonic()  # before reading the news, which is then complete
                 ended_at = math.inf if is_active else min(ended_at, began)
                 self._show_news()
                 if self.status.ended or began - ended_at > _VERDICT_S:

@@ -48,7 +48,7 @@ def submit(args: list[str]) -> int:
     sweeping = _among(args, _MULTIRUN)
     if printing := _among(args, _PRINTING):
         if sweeping:
-            what = f"submits, and {printing[0]} prints"
+            what = f"submits jobs, but {printing[0]} only prints"
             raise BadInput.at(sweeping[0], what, "dry_run=true shows a sweep's jobs")
         return _print_by_hydra(args)
     if sweeping:
@@ -57,7 +57,7 @@ def submit(args: list[str]) -> int:
         overrides = overrides_in([a for a in args if a not in sweeping])
         _say_unused(overrides)
         return EXIT_FAILED if multirun(overrides) else 0
-    what = "with dry_run=true: what would be submitted, alone on stdout; yaml, for SLURM script"
+    what = "with dry_run=true: print only what would be submitted, as yaml (SLURM: script)"
     parser = ComposingParser("submit")
     parser.add_argument("--output", "-o", metavar="FORMAT", help=what)
     parser.add_json()
@@ -71,7 +71,7 @@ def _submit(overrides: Sequence[str], output: str | None = None, as_json: bool =
     _say_unused(overrides)
     if launcher := launcher_in(config):
         cure = f"nproc_per_node=1, or `exec python` in place of {launcher}"
-        say(f"{config.script}: if it starts {launcher} in the job, each rank starts a node's ranks: {cure}", "yellow")
+        say(f"{config.script}: if it starts {launcher}, each rank starts a whole node's ranks: {cure}", "yellow")
     (job,) = submission.prepare([config])
     if output and (not config.dry_run or output != job.launcher.output):
         what = f"a dry run with {job.launcher.name} shows {job.launcher.output}"
@@ -165,7 +165,7 @@ def examine(args: list[str]) -> int:
         file, made = Path(flags.save), f"{_SITE_FILE} {' '.join(args)}\n# {time.strftime('%Y-%m-%d %H:%M %z')}\n"
         is_other = file.is_dir() or (file.exists() and not file.read_bytes().startswith(_SITE_FILE.encode()))
         if "=" in flags.save.partition("/")[0] or is_other:
-            what = "would be an override, or is there and not made by doctor"
+            what = "would be read as an override, or exists and was not written by doctor"
             raise BadInput.at(f"--save {file}", what, "--save site.yaml")
         write_atomic(file, made + launcher_of(config.cluster.launcher).site_file())
         say(f"saved for dry runs elsewhere: cluster.site={flags.save}")
@@ -226,9 +226,9 @@ def _print_by_hydra(args: list[str]) -> int:
     def run(_config: object) -> None:
         raise AssertionError("with these flags Hydra runs nothing")
 
-    own = [a for a in args if a not in flags.overrides]  # Hydra reads overrides that its flags do not part
+    own = [a for a in args if a not in flags.overrides]  # Hydra needs the overrides together, after all flags
     sys.argv = [sys.argv[0], *own, *as_hydra_reads(flags.overrides)]
-    with redirect_stdout(io.StringIO()) as printed:  # in one piece: its reader may not want all of it
+    with redirect_stdout(io.StringIO()) as printed:  # printed at once, because the reader may close the pipe early
         run()
     print(printed.getvalue(), end="", flush=True)
     return 0

@@ -24,12 +24,12 @@ from fsdp_jobs.run.table import counted
 from fsdp_jobs.run.verdict import EXIT_FAILED
 
 EXIT_BAD_INPUT = 2
-_ACTING = ("submit", "resume", "cancel", "sweep", "rehearse", "prune", "dashboard")  # they go on when nobody reads
+_ACTING = ("submit", "resume", "cancel", "sweep", "rehearse", "prune", "dashboard")  # they continue without a reader
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as of a shell
 _CURES = {
     errno.ENOSPC: "make room there, then repeat the command",
     errno.EDQUOT: "make room in your quota, then repeat the command",
-    errno.EACCES: "only its owner may do that; report and export write elsewhere by --out, a job by runs_dir=...",
+    errno.EACCES: "only its owner may do that; report and export write elsewhere with --out, a job with runs_dir=...",
     errno.EROFS: "make it writable, or choose another current folder, runs_dir=..., or --out=... of report and export",
     errno.ENOENT: "choose a folder that exists or can be made; repeat the command if something has just removed it",
     **dict.fromkeys((errno.ENOTDIR, errno.EISDIR, errno.EEXIST), "move it away, or give another name"),
@@ -50,7 +50,7 @@ VERBS = {
         "cli.runs:logs",
         "what ranks print: logs NAME [-f] [--rank R] [--node I] [--attempt K] [--errors]",
     ),
-    "wait": ("cli.runs:wait", "until runs have ended, for scripts: wait NAME... [--timeout SECONDS]"),
+    "wait": ("cli.runs:wait", "wait until runs have ended, for scripts: wait NAME... [--timeout SECONDS]"),
     "cancel": ("cli.runs:cancel", "save a checkpoint and stop: cancel NAME [--now] [--json]"),
     "report": (
         "cli.runs:report",
@@ -71,8 +71,8 @@ VERBS = {
         "a file of accelerate config as overrides: import-accelerate FILE [--experiment NAME]",
     ),
     "init": ("cli.setup:init", "files to start from, in this folder: init cluster=docker|kubernetes|local|slurm"),
-    "schema": ("cli.setup:schema", "a JSON schema by which editors complete and check a job's YAML"),
-    "completion": ("cli.setup:completion", "what a shell needs to complete commands: completion bash|zsh|fish"),
+    "schema": ("cli.setup:schema", "a JSON schema with which editors complete and check a job's YAML"),
+    "completion": ("cli.setup:completion", "a script that makes a shell complete commands: completion bash|zsh|fish"),
     "export": (
         "cli.runs:export",
         "a file of weights: export NAME [--format safetensors|pt] [--step N] [--out DIR]",
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0; 1 when a job failed; 2 for bad input; 75 when a job was stopped to be requeued; 130 after Ctrl-C.
     """
-    os.environ.pop(RANK_STATE_ENV, None)  # a job that a rank submits is another
+    os.environ.pop(RANK_STATE_ENV, None)  # a job that a rank submits is not the rank's own job
     args = list(sys.argv[1:] if argv is None else argv)
     if args[:1] == ["help"]:
         args = [*args[1:], "--help"]
@@ -108,10 +108,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             args = habits.program_as_overrides(args)
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
-                stream.reconfigure(errors="replace")  # a terminal may have fewer letters than paths and messages
+                stream.reconfigure(errors="replace")  # a terminal's encoding may lack letters of paths and messages
         console.ends_with_its_reader = verb not in _ACTING
         module, _, name = VERBS[verb][0].partition(":")
-        Path.cwd()  # torch and Hydra need one
+        Path.cwd()  # fails now if it was removed: torch and Hydra need one
         function: Callable[[list[str]], int] = getattr(importlib.import_module(f"fsdp_jobs.{module}"), name)
         return function(args)
     except BadInput as e:
@@ -131,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         name_file(e)
         if e.errno not in _CURES or (e.filename is None and e.errno != errno.ENOENT):
             raise
-        # When copying or renaming, the second file cannot be written; only the current folder has no name.
+        # filename2 is the target of a copy or rename. Only errors about the current folder name no file.
         place = e.filename2 or e.filename or "the current folder"
         return _bad_input(BadInput.at(str(place), str(e.strerror), _CURES[e.errno]))
     finally:

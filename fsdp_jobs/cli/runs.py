@@ -188,10 +188,10 @@ def _watch(overview: Overview, runs: Sequence[RunDir]) -> None:
 def logs(args: list[str]) -> int:
     parser = VerbParser("logs")
     parser.add_argument("name", nargs="?", help="of the run, or its handle; the newest run when left out")
-    parser.add_argument("-f", "--follow", action="store_true", help="until the job has ended, across restarts")
-    parser.add_argument("--rank", type=int, help="only this one, counted over all nodes")
-    parser.add_argument("--node", type=int, help="only ranks of this one, counted from 0")
-    parser.add_argument("--attempt", type=int, help="only of this one, counted from 0")
+    parser.add_argument("-f", "--follow", action="store_true", help="continue until the job has ended, across restarts")
+    parser.add_argument("--rank", type=int, help="only this rank, counted over all nodes")
+    parser.add_argument("--node", type=int, help="only ranks of this node, counted from 0")
+    parser.add_argument("--attempt", type=int, help="only this attempt, counted from 0")
     parser.add_argument("--errors", action="store_true", help="only lines that look like an error")
     parser.add_json("an object for each line")
     flags = parser.parse(args)
@@ -303,7 +303,7 @@ def _print_files(files: Iterable[Path], as_json: bool) -> int:
 
 def report(args: list[str]) -> int:
     parser = run_parser("report")
-    parser.add_argument("--png", action="store_true", help="also a picture of it, drawn by Chromium or Chrome")
+    parser.add_argument("--png", action="store_true", help="also write a picture, drawn by Chromium, Chrome or Edge")
     parser.add_argument("--out", help="folder to write; the run directory when left out")
     parser.add_json()
     flags = parser.parse(args)
@@ -318,7 +318,7 @@ def prune(args: list[str]) -> int:
 
     parser = VerbParser("prune")
     parser.add_argument("--older-than", metavar="AGE", required=True, help="since a run's newest change: 30d, 12h")
-    parser.add_argument("--keep-best", action="store_true", help="of each sweep the run with the best objective")
+    parser.add_argument("--keep-best", action="store_true", help="keep each sweep's run with the best objective")
     parser.add_argument("--yes", action="store_true", help="remove them; without it they are only shown")
     flags = parser.parse(args)
     kept = best_runs(flags.runs_dir) if flags.keep_best else []
@@ -355,7 +355,7 @@ def dashboard(args: list[str]) -> int:
     parser.add_argument("--port", type=int, default=8265, help="0 takes a free one")
     where = "address to listen on; any other than this machine's own needs a token"
     parser.add_argument("--host", default="127.0.0.1", help=where)
-    parser.add_argument("--token-file", metavar="FILE", help="keep the token there, as monitoring needs it")
+    parser.add_argument("--token-file", metavar="FILE", help="keep the token in this file, for monitoring")
     flags = parser.parse(args)
     try:
         from fsdp_jobs.observe.dashboard.app import Dashboard

@@ -13,7 +13,7 @@ from fsdp_jobs.config.schema import JobConfig
 
 
 def _by_word(table: dict[str, str]) -> dict[str, str]:
-    """Return, for each word of a table from our term to the words of other tools, our term."""
+    """Invert a table of our term -> words of other tools: return word -> our term."""
     return {word: ours for ours, words in table.items() for word in words.split()}
 
 
@@ -124,13 +124,13 @@ def program_as_overrides(args: Sequence[str]) -> list[str]:
     if at == len(args):
         return list(args)
     key, program, *own = ("module", *args[at + 1 :]) if args[at] == "-m" else ("script", *args[at:])
-    own = own[1:] if own[:1] == ["--"] else own  # torchrun leaves it out, too
+    own = own[1:] if own[:1] == ["--"] else own  # torchrun removes it, too
     if misplaced := [a for a in own if "=" in a and re.split("[.=]", a)[0] in _OUR_KEYS]:
         rest = [a for a in own if a not in misplaced]
         before = shlex.join([*args[:at], *misplaced, *args[at : len(args) - len(own)], *rest])
         as_arguments = f"{key}={program} script_args={shlex.quote(shlex.join(own))}"
         cure = f"put it in front: {before}; if the program reads it: {as_arguments}"
-        what = f"stands behind {program}, so it is an argument of that"
+        what = f"follows {program}, so it would be an argument of the program"
         raise BadInput.at(shlex.join(misplaced), what, cure)
     overrides = [*args[:at], f"{key}={program}"]
     if own:
@@ -140,6 +140,6 @@ def program_as_overrides(args: Sequence[str]) -> list[str]:
 
 
 def one_text(value: str) -> str:
-    """Return a value as Hydra reads it as one text: in quotes, with those in it escaped."""
+    """Quote a value so that Hydra reads it as one string; quotes in it are escaped."""
     escaped = re.sub(r"(\\*)('|\Z)", lambda m: 2 * m[1] + ("\\'" if m[2] else ""), value)
     return f"'{escaped}'"

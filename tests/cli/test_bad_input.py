@@ -82,7 +82,7 @@ CASES = [
     (["nodes=1", "tune", "run", "recipe", "--config", "x.yaml"], "if it is a program's: script_args='...'"),
     (["script=sh", "script_args=run.sh"], f"      -> script={shutil.which('sh')}\n"),
     (["module=pkg.train", "--x", "3"], "if it is a program's: script_args='...'"),
-    (["--multirun", "--cfg", "job", "seed=1,2"], "submits, and --cfg prints"),
+    (["--multirun", "--cfg", "job", "seed=1,2"], "submits jobs, but --cfg only prints"),
     (["--cfg", "job", "optim.lrr=1"], "did you mean optim.lr?"),
     (["--info", "config", "-cd", ".", "fsdp=hybrid"], "did you mean hybrid_shard or hybrid_shard_zero2?"),
     (["~optim"], "~optim: every job has this key\n      -> optim=VALUE"),

@@ -59,7 +59,7 @@ def _json(folder: Path, *args: str) -> Any:
         (["hardware=v100"], "with its own hardware.memory_gib="),
         (["model=gpt2"], "model=hf model.name_or_path=NAME"),
         (["elastic.max_restarts=3"], "-> elastic.max_failures_without_progress=3"),
-        (["train.py", "--lr", "1", "nodes=4"], "nodes=4: stands behind train.py"),
+        (["train.py", "--lr", "1", "nodes=4"], "nodes=4: follows train.py"),
         (["-m", "pkg.train", "--lr", "1", "nodes=4"], "put it in front: nodes=4 -m pkg.train --lr 1; if"),
         (["--nnodes", "2", "-m", "pkg.train", "--lr", "1"], "1 problem.\n  1. --nnodes"),
         (["resume", "mine", "-m", "pkg.train"], "-> module=..."),

@@ -55,7 +55,7 @@ def test_a_home_that_is_no_folder_is_no_place_to_submit_from(tmp_path: Path) -> 
 def test_a_site_file_overwrites_nothing_of_the_users(tmp_path: Path, file: str) -> None:
     (tmp_path / "train.py").write_text("mine")
     done = cli(tmp_path, "doctor", "--save", file)
-    assert done.returncode == 2 and f"--save {file}: would be an override, or is there" in done.stderr, done.stderr
+    assert done.returncode == 2 and f"--save {file}: would be read as an override" in done.stderr, done.stderr
     assert (tmp_path / "train.py").read_text() == "mine" and not (tmp_path / "cluster=slurm").exists()
 
 
