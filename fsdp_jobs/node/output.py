@@ -1,4 +1,4 @@
-"""Read steps and losses from the output of rank 0 or the last rank, if the user's program reports none. No torch.
+"""In the agent: read steps and losses that the user's program prints, if it does not report them. No torch.
 
 Without a setting it recognizes lines with a step and a loss, as torchtitan, lingua, nanoGPT and most scripts print
 them; lines with an epoch, its steps and a loss, as timm's and Lightning's bar; the bar of diffusers; and transformers'
@@ -46,7 +46,7 @@ _WENET = r"(?<=debug[ ])train(?:[ ]\|[ ]steps/sec[ ][\d.]+\|)?[ ]batch[ ]"  # ep
 
 
 def _pattern(text: str) -> re.Pattern[str]:
-    """Compile a pattern in which `[ ]` is a blank; other blanks and what follows `#` are for its reader."""
+    """Compile a pattern in which `[ ]` is a blank; other blanks, and comments behind `#`, are ignored."""
     return re.compile(text, re.IGNORECASE | re.VERBOSE)
 
 
@@ -79,7 +79,7 @@ _LOSS = _pattern(rf"""
     (?!0(?![.\d'"]))(?P<loss>{_NUMBER})  # 0 is a sum that has not begun
 """)
 _STEP = _pattern(rf"""
-    \b(?=[begins-t\d]){_NO_TRAINING}  # the first letters: to look back takes longer
+    \b(?=[begins-t\d]){_NO_TRAINING}  # first letters, checked before the slower look-behinds
     (?<!micro[ -])(?<!accumulation[ ])(?<!warmup[ -])
     (?:
         training[ ]+\[[ ]*(?=\d+/\d+\][ ]+eta)  # DINOv2
@@ -191,7 +191,7 @@ def _groups(pattern: re.Pattern[str], line: str) -> dict[str, str | None]:
 
 
 def _plain(pattern: re.Pattern[str], line: str) -> dict[str, str | None]:
-    """Return what a pattern's groups have found behind no other word (2 in `kl loss 1 | loss 2`), or else first."""
+    """Return the groups of the first match behind no word (2 in `kl loss 1 | loss 2`), or else of the first match."""
     first = found = pattern.search(line)
     while found and _WORD_END.match(line, max(found.start() - 2, 0), found.start()):
         found = pattern.search(line, found.end())
@@ -209,9 +209,9 @@ def _reading(groups: dict[str, str | None]) -> Reading | None:
 
 
 class OutputMetrics:
-    """Records in `metrics.jsonl` what a rank prints, in a thread, while no rank reports steps itself.
+    """A thread that records in `metrics.jsonl` the steps that a rank prints, while no rank reports steps itself.
 
-    That is rank 0 or, as in Megatron, the last one: the first to print a step.
+    The rank is 0 or, as in Megatron, the last one: whichever prints a step first.
     """
 
     def __init__(self, pattern: str | None, run: RunDir, attempt: int, node: int, states: Sequence[RankState]):
@@ -250,7 +250,7 @@ class OutputMetrics:
 
     def _look(self, is_end: bool = False) -> None:
         if any(state.read().step >= 0 for state in self._states):
-            self._followed = []  # for good: the ranks' states are cleared when they end
+            self._followed = []  # for the whole round: the ranks' states are cleared when they end
         for followed in self._followed:
             with suppress(OSError):  # no log yet, or no disk; the next call tries again
                 now = job_time()
@@ -282,7 +282,7 @@ class _Followed:
     step: int = -1
     end: int = 0
     before: int = 0  # steps of the epochs before, if each begins with the first step
-    is_over_all: bool = False  # whether the program counts over all epochs, its last step too
+    is_over_all: bool = False  # whether the program counts steps, and their total, over all epochs
 
     def new(self, is_end: bool) -> Iterator[Reading]:
         """Yield later steps in new lines, including an unfinished last line at the end of the log."""
@@ -294,14 +294,15 @@ class _Followed:
                 yield counted
 
     def _over_epochs(self, reading: Reading) -> Reading:
-        """Count the steps of all epochs, also if the program counts those of each.
+        """Return a reading whose step counts over all epochs, even if the program counts from the start of each.
 
         It does if a step is not higher than the last of an earlier epoch, or if an earlier round recorded this epoch:
-        steps over all epochs are recorded without one. An epoch of unknown length ends with the last step printed.
+        steps of programs that count over all epochs are recorded without one. An epoch of unknown length ends with the
+        last step printed.
         """
         if (epoch := reading.epoch) is None:
             return reading
-        if epoch < 0:  # known is only that it is none after those recorded
+        if epoch < 0:  # the program resumed in it: it is not later than those recorded
             newest = next(newest_json_lines(self.run.metrics), {})
             if newest.get("epoch") != 0:
                 return replace(reading, step=-1)
@@ -326,7 +327,7 @@ class _Followed:
         return replace(reading, epoch=None) if self.is_over_all else replace(reading, step=self.step, steps=self.end)
 
     def _lines(self, is_end: bool) -> Iterator[bytes]:
-        """Yield up to 1 MiB of new lines, all at the end. A progress bar ends a line only with the next one."""
+        """Yield up to 1 MiB of new lines, all at the end. A progress bar ends its line only when it prints the next."""
         with self.log.open("rb") as f:
             if f.seek(0, os.SEEK_END) < self.offset:  # the log was truncated
                 self.offset = 0
