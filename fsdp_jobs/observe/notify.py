@@ -41,7 +41,7 @@ class NotifyError(Exception):
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Take it for a failure that a webhook has moved: urllib would ask the new address without the message."""
+    """Treat a webhook that has moved as a failure: urllib would request the new address without the message."""
 
     def redirect_request(self, req: Any, fp: Any, code: int, *place: Any) -> urllib.request.Request | None:
         return None if code == HTTPStatus.MOVED_PERMANENTLY else super().redirect_request(req, fp, code, *place)
@@ -50,7 +50,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
 def notify(run: RunDir, attempt: int, verdict: Verdict) -> None:
     """Send a notification as configured: of a verdict once per attempt and decision, whichever process judged."""
     settings = plain_values(run.config)["notify"]
-    if verdict.verdict != "corruption":  # of which each finding is told
+    if verdict.verdict != "corruption":  # each finding of corruption is notified
         try:
             run.notified(attempt, verdict.decision).touch(exist_ok=False)
         except OSError:  # already notified; or nothing can be written, so that this is unknown

@@ -115,7 +115,7 @@ class Sweep:
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold a sweep's lock, so that a command submits according to the state that it has read.
+    """Hold a sweep's lock, so that no other command changes it between reading and submitting.
 
     Afterwards the folder is removed if it is empty.
     """
@@ -124,7 +124,7 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             file = path.open("w")
-        except FileNotFoundError:  # another command has just removed the folder, or the system makes none there
+        except FileNotFoundError:  # another command has just removed the folder, or none can be made there
             if tried == _TRIES:
                 raise
             continue
@@ -168,5 +168,5 @@ def find_sweep(name: str, runs_dir: str) -> Sweep:
     sweeps = sweeps_in(runs_dir)
     if name not in sweeps:
         known = f"one of {', '.join(sweeps)}" if sweeps else "python -m fsdp_jobs --multirun ... makes one"
-        raise BadInput.at(name, f"no run under {runs_dir}/ is of such a sweep", nearest(name, sweeps) or known)
+        raise BadInput.at(name, f"no run under {runs_dir}/ belongs to such a sweep", nearest(name, sweeps) or known)
     return sweeps[name]

@@ -95,7 +95,7 @@ def _best(sweep: Sweep, flags: argparse.Namespace) -> int:
 
 
 def _measured_keys(sweep: Sweep) -> str:
-    """Suggest the keys that jobs do record, if no job records the objective; else how to look at them."""
+    """Suggest the keys that jobs do record, if no job records the objective; else the command that shows the jobs."""
     newest = [next(newest_json_lines(sweep.run_of(row).metrics), {}) for row in sweep.jobs]
     keys = sorted(set().union(*newest))
     if keys and sweep.objective not in keys:

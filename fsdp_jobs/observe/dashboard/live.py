@@ -24,7 +24,7 @@ _LOOK_EVERY_S = 1.0  # at runs; less often if a look takes longer than a quarter
 _ASK_EVERY_S = 5.0  # each launcher
 _PATIENCE_S = 15.0  # after which rows say that their launcher does not answer
 _IDLE_S = 150.0  # after the last browser or Prometheus has asked
-_READ_S = 8.0  # for which Prometheus waits until the runs are read again; it gives up after 10 s by default
+_READ_S = 8.0  # how long a request of Prometheus waits for a new reading of the runs; its default timeout is 10 s
 _CHUNK = 50  # number of runs read before the first rows are shown
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class LauncherAnswers:
         return self._answers
 
     def forget(self) -> None:
-        """Drop all answers: nobody has asked for long."""
+        """Drop all answers, because nobody has watched for long."""
         self._answers = {}
 
     def ask_again(self) -> None:
@@ -86,7 +86,7 @@ class LiveRows:
         start_thread(self._keep_looking, "live")
 
     def fresh(self) -> list[RunSummary] | None:
-        """Return the summaries, as soon as they are those of now; None if the runs are not read in time."""
+        """Return the summaries once they are up to date; None if the runs are not read in time."""
         self.watched_at = time.monotonic()
         wait_until(lambda: self.summaries is not None, _READ_S)
         return self.summaries

@@ -47,7 +47,7 @@ class Sender:
             known = {}
         self._id: str | None = known.get("id")
         self._offset: int = known.get("offset", 0)  # bytes of metrics.jsonl already sent
-        self._ends = [self._offset]  # of batches, from the last one that a client which is killed now has written
+        self._ends = [self._offset]  # of batches, from the last that the client has surely written
         self._is_open = self._has_complained = False
 
     def flush(self) -> bool:
@@ -59,7 +59,7 @@ class Sender:
         try:
             if not self._is_open:
                 self._id = self._tracker.open(self.run, self.config, self._id)
-                self._save()  # first: whatever fails or dies now, the next try continues this run
+                self._save()  # first, so that the next try continues this run whatever fails now
                 self._tracker.describe(self.config)
                 self._is_open = True
             tail = Tail(self.run.metrics, self._offset)

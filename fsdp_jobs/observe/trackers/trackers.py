@@ -1,4 +1,4 @@
-"""Send to MLflow and Weights & Biases: a job is one run of theirs, through all restarts.
+"""Send to MLflow and Weights & Biases: a job is one run there, through all restarts.
 
 Both classes have the same methods; each may raise any exception of the tracker's client.
 """
@@ -22,7 +22,7 @@ _NO_PARAMETERS = ("cluster", "notify", "tracking")  # groups of the configuratio
 
 
 def parameters(config: JsonObject) -> JsonObject:
-    """Return dotted key -> value of the configuration, without those groups but with the launcher."""
+    """Return dotted key -> value of the configuration, without `_NO_PARAMETERS` but with the launcher."""
     trained = {k: v for k, v in config.items() if k not in _NO_PARAMETERS}
     values = {key: value for key, value in dotted(trained) if not isinstance(value, dict)}
     return {**values, "cluster.launcher": config["cluster"]["launcher"]}
@@ -52,7 +52,7 @@ def _name_of(metric: str) -> str:
 class Mlflow:
     """An MLflow run, only through the client: that has no global state, and mlflow-skinny suffices."""
 
-    unwritten = 0  # bytes of metrics.jsonl, at most, that the client has taken and a kill would lose
+    unwritten = 0  # at most so many bytes of metrics.jsonl are in the client, and lost if it is killed
 
     def __init__(self) -> None:
         self._names: dict[str, str] = {}  # metric -> its name there
@@ -97,7 +97,7 @@ class Mlflow:
             self.client.log_batch(self.id, metrics=batch)
 
     def _name_of(self, metric: str) -> str:
-        """Return a metric's own name: where MLflow's nearest one is another metric's, with a sum of the metric's."""
+        """Return the nearest name that MLflow accepts, with a checksum of the metric if another one has it."""
         if metric not in self._names:
             name = _name_of(metric)
             if name in self._names.values():
