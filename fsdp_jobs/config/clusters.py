@@ -16,7 +16,7 @@ class ClusterConfig:
     launcher: str = key("???", "the TorchX scheduler that submits; set by the option")
     topology: str | None = key(None, "file with the switch of each node")
     accelerator: str = key(AUTO, "auto: cuda if a node has a GPU for each rank", choices=(AUTO, "cpu", "cuda"))
-    replaces_nodes: ClassVar[bool] = False  # one by one: its request to end one node does not concern others
+    replaces_nodes: ClassVar[bool] = False  # one at a time: its request to end one node does not concern others
     shares_files: ClassVar[bool] = True  # paths in the configuration name the same files here and on the nodes
     shares_environment: ClassVar[bool] = False  # ranks get the environment of the submitting process
 

@@ -110,14 +110,14 @@ def parsed(override: str) -> Override:
     parser = OverridesParser.create(hydra.config_loader if hydra else None)
     read = parser.parse_overrides([override])[0]  # unlike `parse_override`, this lets glob(...) find the options
     if isinstance(pattern := read.value(), Glob):
-        pattern.exclude.append("*_schema")  # which are no options of the user's
+        pattern.exclude.append("*_schema")  # schemas are not options
     return read
 
 
 def merge_overrides(first: Sequence[str], then: Sequence[str]) -> list[str]:
     """Join two lists of overrides; a key in the second list replaces the same key in the first.
 
-    Another option of a group replaces the values of its keys, too.
+    If the second list chooses another option of a group, the first list's values in that group are dropped.
     """
     replaced = set(map(key_of, then))
     of_others = {key_of(o) for o in then if o not in first} & groups().keys()  # another option: it has other values

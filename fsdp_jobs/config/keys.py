@@ -28,7 +28,7 @@ def key(
         meaning: one line of docs/reference/configuration.md, with the unit unless the name has it.
         choices: the allowed values; for a list, those of each item.
         at_least: the smallest allowed number.
-        below: a number that all allowed ones are below.
+        below: allowed numbers are below this one.
     """
     about = {"meaning": meaning, "choices": tuple(choices), "at_least": at_least, "below": below}
     if isinstance(default, list | dict):

@@ -58,7 +58,7 @@ def program_problems(config: JobConfig, files: bool, shares_files: bool) -> Iter
 
 
 def launcher_in(config: JobConfig) -> str:
-    """Return the launcher that a script which is not Python may start for each rank, or the empty string."""
+    """Return the launcher that a shell script may start in each rank, or the empty string."""
     if config.script is None or config.script.endswith(".py") or config.nproc_per_node == 1:
         return ""
     with suppress(OSError), Path(config.script).open(errors="replace") as f:  # else the nodes have it

@@ -1,6 +1,6 @@
 """Pretrained weights for a new run: safetensors, .pt and .bin files, or a folder that DCP wrote.
 
-Every rank reads only its own part of each tensor; of a .pt file, which is mapped into memory, only the pages of it.
+Every rank reads only its own part of each tensor: a .pt file is mapped into memory for that.
 """
 
 from __future__ import annotations
@@ -188,8 +188,8 @@ def match(
 ) -> tuple[dict[str, str], list[str]]:
     """Match names: the model's -> the source's, and those of the source that match none.
 
-    The source's names go through the key map first; then names that are not the model's lose one common prefix, or get
-    one of the model's, or are transformers' (`in_hf`: those -> the model's), whichever matches most.
+    The key map is applied to the source's names first. Then names that the model lacks lose a common prefix, get one of
+    the model's, or are translated from transformers' (`in_hf`: theirs -> the model's): whichever matches most names.
     """
     rules = [entry.partition("=>") for entry in key_map]
     mapped: dict[str, str] = {}

@@ -26,7 +26,7 @@ from fsdp_jobs.run.files import lock, replacing
 
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges*", "special_tokens*", "*.model")
 _AT_ONCE = 1 << 20  # tokens that are written at once
-_LEFT_S = 86400.0  # after which an unfinished file that has not grown is a killed process's
+_LEFT_S = 86400.0  # an unfinished file that has not grown for so long was left by a killed process
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def cached(data: DataConfig, identity: list[Any], documents: Iterable[list[int]]
 
 
 def _lock_of(file: Path) -> IO[str]:
-    """Open the lock file of a file; that of another user, who may have been killed, is only to be read."""
+    """Open the lock file of a file; one that another user's process left can only be opened for reading."""
     path = file.with_name(f"{file.name}.lock")
     try:
         return path.open("a")
@@ -145,7 +145,7 @@ def _write(file: Path, data: DataConfig, documents: Iterable[list[int]]) -> None
     with file.open("wb") as f:
         while len(ids := np.fromiter(islice(tokens, _AT_ONCE), dtype=np.int64)):
             check_ids(ids, data)
-            f.write(ids.astype(cached_dtype(data)).data)  # `tofile` tells no reason why it cannot
+            f.write(ids.astype(cached_dtype(data)).data)  # `tofile` does not say why it fails
         os.fsync(f.fileno())
 
 

@@ -1,1 +1,1 @@
-"""Rehearse faults, examine clusters, convert Accelerate's files."""
+"""Rehearse faults, examine clusters, remove old runs."""

@@ -57,7 +57,7 @@ def old_runs(runs_dir: str, older_than_s: float, keep: Sequence[str]) -> Iterato
 
 
 def remove(old: Old) -> list[str]:
-    """Remove a run's checkpoints elsewhere, then its directory; return what could not be, or belongs to another run.
+    """Remove a run's checkpoints elsewhere, then its directory; return what stays, and why.
 
     If this is interrupted, a hidden folder remains that no verb lists as a run: see `unfinished`.
     """
@@ -94,8 +94,8 @@ def _remove(run: RunDir) -> list[str]:
             elif left := _remove_checkpoints(home, run.identity.name):
                 problems.append(f"{home}: {listed(left)} stays: no save of this run wrote it")
         except Exception as e:  # clients of object stores raise any exception
-            return [f"{home}: {type(e).__name__}: {e}"]  # the next try finds them by the run directory
-    # A new folder to move it into could not be made on a full disk, which this is to make room on.
+            return [f"{home}: {type(e).__name__}: {e}"]  # the run directory stays, so that the next try finds them
+    # Renamed in place, because a full disk may have no room for a new folder to move it into.
     return problems + erase(run.path.rename(run.path.with_name(f"{_GOING}{run.name}-{secrets.token_hex(4)}")))
 
 
