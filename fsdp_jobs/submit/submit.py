@@ -201,7 +201,7 @@ def _check_free(run: RunDir) -> None:
             cure = f"fsdp-jobs cancel {named(run)}, or wait for it: fsdp-jobs logs -f {named(run)}"
             if job.state is State.SILENT:
                 what = f"may be in use by the job {run.handle}: {job.message}"
-                cure = f"ask there; if that job is gone for good: rm {run.job}, and submit with all overrides"
+                cure = f"ask there; if that job no longer exists: rm {run.job}, and submit with all overrides"
             raise BadInput.at(f"run directory {run.path}", what, cure)
         time.sleep(0.2)
 
@@ -279,7 +279,7 @@ def _withdraw(jobs: Sequence[Prepared], app_ids: Mapping[RunDir, str]) -> set[Ru
             withdrawn |= {*runs}
         except (BadInput, JobFailed):
             names = listed([run.name for run in runs], 4)
-            say(f"{names}: maybe submitted all the same: fsdp-jobs list tells, once the cluster answers", "yellow")
+            say(f"{names}: may have been submitted: fsdp-jobs list shows it once the cluster answers", "yellow")
     return withdrawn
 
 

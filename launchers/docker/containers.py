@@ -227,7 +227,7 @@ def remove(api: docker.APIClient, run: RunDir) -> None:
             try:
                 api.remove_container(container["Id"], force=True, v=True)
             except docker.errors.APIError as e:
-                if e.status_code not in (404, 409) or time.monotonic() > deadline:  # else it is gone, or going
+                if e.status_code not in (404, 409) or time.monotonic() > deadline:  # else removed already, or now
                     raise
                 time.sleep(0.1)
     for network in api.networks(filters=_labelled(run)):

@@ -76,7 +76,7 @@ def _run(api: docker.APIClient, image: str, args: list[str]) -> list[str]:
     except docker.errors.APIError as e:
         return [str(e.explanation)]
     finally:
-        with suppress(docker.errors.APIError):  # it is gone, or going
+        with suppress(docker.errors.APIError):  # already removed, or being removed
             api.remove_container(made, force=True)
 
 

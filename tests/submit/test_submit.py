@@ -42,7 +42,7 @@ class _Launcher:
     def run_of(self, app_id: str, cluster: str) -> None:
         return None
 
-    def follow(self, app_id: str, cluster: str, run: RunDir) -> None:
+    def relink(self, app_id: str, cluster: str, run: RunDir) -> None:
         """Nothing was moved."""
 
     def describe(self, app_ids: Sequence[str]) -> list[None]:
@@ -248,7 +248,7 @@ def test_a_job_that_a_cluster_may_have_taken_before_it_fell_silent_is_found_once
     (job,) = submission.prepare([config])
     with pytest.raises(JobFailed, match="no more jobs"):
         submission.submit([replace(job, launcher=silent)], [[]])  # type: ignore[arg-type]
-    assert "a: maybe submitted all the same: fsdp-jobs list tells" in capsys.readouterr().out
+    assert "a: may have been submitted: fsdp-jobs list shows it" in capsys.readouterr().out
     assert job.run.config.exists(), "the job may read it"
     silent.app_id = "7"
     submitted.settle([job.run])
