@@ -30,7 +30,7 @@ _ONE_OF = (  # options that ask for the same in other words
     {"gpus", "gpus-per-node", "gpus-per-task", "gres"},
 )
 OF_A_JOB = {  # options that do not apply to a companion, a job of one more node
-    *("array", "begin", "comment", "deadline", "dependency", "error", "exclude", "export", "gpus", "hold", "job-name"),
+    *("array", "begin", "deadline", "dependency", "error", "exclude", "export", "gpus", "hold", "job-name"),
     *("licenses", "nodelist", "nodes", "ntasks", "ntasks-per-node", "output", "requeue", "signal", "switches"),
 }
 # They would turn one job into several, wait for its end, move what its script says on stderr out of its output, or

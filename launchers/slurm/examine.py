@@ -12,12 +12,12 @@ from pathlib import Path
 
 from fsdp_jobs import __version__
 from fsdp_jobs.config.clusters import SlurmClusterConfig
-from fsdp_jobs.config.resolve import accelerator
+from fsdp_jobs.config.resolve import accelerator, node_range
 from fsdp_jobs.config.schema import JobConfig
-from fsdp_jobs.launchers.base import Finding
+from fsdp_jobs.launchers.base import Finding, findings
 from fsdp_jobs.launchers.slurm import client, container, site
 from fsdp_jobs.launchers.slurm.script import asked, cluster_of
-from fsdp_jobs.launchers.slurm.validate import NO_REASON, answer, file_system
+from fsdp_jobs.launchers.slurm.validate import answer, file_system, translate
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.files import as_written
 
@@ -59,7 +59,11 @@ def examine(config: JobConfig) -> Iterator[Finding]:
     yield Finding("GPUs", "ok" if counts else "warning", fact)
     if partition.nodes:
         yield _preemption(settings, partition, config.elastic.stop_grace_s)
-        yield from _requeue(config)
+        try:
+            yield _requeue(config)
+        except client.SlurmError as e:
+            yield from findings("node", [translate(config, partition, str(e))])
+            return
         yield from _node(config, cluster)
 
 
@@ -83,24 +87,27 @@ def _where(config: JobConfig) -> list[str]:
     cluster = cluster_of(config)
     kind, colon, _ = (cluster.gpus_per_node or "").rpartition(":")
     option = site.ask().gpu_option if accelerator(config) != "cpu" else ""
-    keys = ("partition", "account", "qos", "constraint", "reservation")
+    keys = ("partition", "account", "qos", "constraint", "reservation", "comment", "wckey")
     where = [f"--{key}={value}" for key in keys if (value := asked(cluster, key)[0]) is not None]
     return [*where, option.replace("{}", f"{kind}{colon}1")] if option else where
 
 
-def _requeue(config: JobConfig) -> Iterator[Finding]:
-    """Find out whether the site allows requeues, by a job that is submitted on hold and cancelled at once."""
-    own = ("--job-name=doctor", "--nodes=1", "--time=2", "--output=/dev/null", "--requeue", "--hold")
-    try:
-        job = client.sbatch("#!/bin/sh\n", *own, *_where(config), env=os.environ)
-    except client.SlurmError:
-        return  # the node's finding has the reason
+def _requeue(config: JobConfig) -> Finding:
+    """Find out whether the site allows requeues, by a job that is submitted on hold and cancelled at once.
+
+    Raises:
+        SlurmError: SLURM takes no job for so many nodes and with these keys.
+    """
+    nodes = "--nodes={}-{}".format(*node_range(config.nodes))
+    own = ("--job-name=doctor", nodes, "--time=2", "--output=/dev/null", "--requeue", "--hold")
+    job = client.sbatch("#!/bin/sh\n", *own, *_where(config), env=os.environ)
     try:
         may = "Requeue=1" in client.call("scontrol", "show", "job", job)
     finally:
         client.call("scancel", job)
     fact = "jobs that ask for it are requeued" if may else "the site forbids it: a new job continues one that has saved"
-    yield Finding("requeue", "ok" if may else "warning", fact, "a longer cluster.time: each of them waits in the queue")
+    cure = "a longer cluster.time: each of them waits in the queue"
+    return Finding("requeue", "ok" if may else "warning", fact, cure)
 
 
 def _node(config: JobConfig, cluster: SlurmClusterConfig) -> Iterator[Finding]:
@@ -162,8 +169,6 @@ def _why_no_node(error: str, runs: Path, kind: str) -> Finding:
         return Finding("runs_dir", "bad", f"the nodes do not see {runs} ({kind})", "runs_dir=... on shared storage")
     if "ModuleNotFound" in error or "No such file" in error or "execve" in error:
         return Finding("python", "bad", _last_line(error), "an environment on shared storage; cluster.python=...")
-    if NO_REASON in error:
-        return Finding("node", "bad", f"refused: {answer(error)}", "cluster.account, cluster.partition, cluster.qos")
     return Finding("node", "warning", f"none examined: {answer(error)}", "all may be busy; try again later")
 
 

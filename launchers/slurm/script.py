@@ -82,11 +82,11 @@ def cluster_of(config: JobConfig) -> SlurmClusterConfig:
 
 
 def asked(cluster: SlurmClusterConfig, key: str) -> tuple[str | None, str]:
-    """Return the value that sbatch will use for one of our keys, and where it is set; None: the site chooses."""
+    """Return the value that sbatch will use for one of its options, and where it is set; None: the site chooses."""
     begin = f"--{key.replace('_', '-')}="
     if given := [option for option in map(long_form, cluster.extra) if option.startswith(begin)]:
         return given[-1].partition("=")[2], f"cluster.extra=[{given[-1]}]"
-    value, variable = getattr(cluster, key), client.variable(key)
+    value, variable = getattr(cluster, key, None), client.variable(key)
     if value is None and variable in os.environ:
         return os.environ[variable], f"{variable}={os.environ[variable]}"
     return value, f"cluster.{key}={value}"
@@ -222,8 +222,9 @@ def script(job: Job, site: Site, topology: Topology | None, margin_s: int) -> Sc
 def _resources(cluster: SlurmClusterConfig, trainer: Role, site: Site) -> Iterator[str]:
     """Yield the options for each node's resources and for the account that requests them."""
     for key in _OPTIONS:
-        if getattr(cluster, key) is not None:
-            yield f"--{key.replace('_', '-')}={getattr(cluster, key)}"
+        value = asked(cluster, key)[0] if key == "comment" else getattr(cluster, key)  # we set the comment, too
+        if value is not None:
+            yield f"--{key.replace('_', '-')}={value}"
     gpus = cluster.gpus_per_node or trainer.resource.gpu
     if gpus and site.gpu_option:
         yield site.gpu_option.replace("{}", str(gpus))

@@ -12,6 +12,7 @@ from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.launchers.base import grouped
 from fsdp_jobs.launchers.slurm import client
 from fsdp_jobs.launchers.slurm.script import Script
+from fsdp_jobs.launchers.slurm.validate import answer
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.files import as_written
 
@@ -49,7 +50,7 @@ def sbatch(folder: Path, script: str) -> str:
     try:
         return str(Executor(folder)._submit_command(script).job_id)
     except (RuntimeError, OSError) as e:  # of submitit: refused, or there is no srun here
-        raise JobFailed(f"sbatch: {getattr(e.__cause__, 'output', '') or e.__cause__ or e}") from e
+        raise JobFailed(f"sbatch: {answer(str(getattr(e.__cause__, 'output', '') or e.__cause__ or e))}") from e
 
 
 Groups = list[list[int]]  # indices of jobs with equal scripts

@@ -24,7 +24,10 @@ _IN_MEMORY = ("tmpfs", "ramfs")  # file systems that no other machine can mount
 _ABOUT_NODES = ("node configuration", "nodes are busy", "node not available", "nodes required")
 _ABOUT_TIME = ("invalid time specified", "not usable now", "reservation is in use", "maintenance reservation")
 _IS_FULL = "Resource temporarily unavailable"  # sbatch's word for a controller that can hold no more jobs now
-NO_REASON = "Unspecified error"  # follows the reason, if the site's own checks refuse the job
+_BEFORE = re.compile(  # before an error of sbatch or srun
+    r"^((sbatch|srun): )?((error|fatal|allocation failure|Batch job submission failed|Unable to allocate resources): )*"
+)
+_NO_REASON = "Unspecified error"  # follows the reason, if the site's own checks refuse the job
 _LIMITS = "sacctmgr show assoc user=$USER and sacctmgr show qos list the limits"
 _NOT_EXTRA = {  # options of sbatch -> what to use instead
     "--array": "--multirun makes arrays",
@@ -111,7 +114,7 @@ def check_with_slurm(job: Job, script: str, margin_s: int, count: int) -> list[P
             return [_too_many(count, f"{_IS_FULL}, it holds {most} jobs of all users (MaxJobCount)")]
         has_to_wait = (*_ABOUT_TIME, *(_ABOUT_NODES if any(_can_hold(p, job) for p in partitions) else ()))
         if not any(words in str(e).lower() for words in has_to_wait):
-            return [_translate(job.config, partitions[0], str(e))]
+            return [translate(job.config, partitions[0], str(e))]
     return []
 
 
@@ -221,10 +224,13 @@ def _too_many(count: int, limit: str) -> Problem:
     return Problem(where, f"more than SLURM takes: {limit}", f"{cure}; {_LIMITS}")
 
 
-def _names(*what: str) -> str:
-    """List the names in rows of accounting; empty if it has none, or does not answer."""
-    names = sorted(set((client.accounting(*what) or "").split()))
-    return f"one of {', '.join(names[:20])}" if names else ""
+def _admission(partition: client.Partition) -> str:
+    """List the accounts of this user with the QOS of each, as far as accounting tells, and whom the partition takes."""
+    rows = (client.accounting("assoc", f"user={user_name()}", "format=Account,QOS") or "").split()
+    yours = [re.sub(r"\|(.+)", r" (QOS \1)", row).rstrip("|") for row in sorted(set(rows))]
+    rules = re.findall(r"\b(?:Allo|Deny|RootOnly|ReqResv)\w*=(?!ALL|NO\b)\S+", client.shown(partition))
+    listed = [f"there are {', '.join(yours[:20])}"] * bool(yours)
+    return "; ".join([*listed, *([f"partition {partition.name} has {', '.join(rules)}"] * bool(rules))])
 
 
 def _size(partition: client.Partition) -> str:
@@ -236,11 +242,13 @@ _RULES: tuple[tuple[str, str, Callable[[client.Partition], str]], ...] = (
     ("configuration", "", _size),
     ("resource (", "gpus_per_node", _size),  # generic (gres), or trackable (TRES)
     ("accounting/qos policy", "", lambda _: _LIMITS),
-    ("account", "account", lambda _: _names("assoc", f"user={user_name()}", "format=Account")),
-    ("partition", "partition", lambda _: "one of " + ", ".join(p.name for p in client.partitions())),
+    ("account", "account", _admission),
+    ("not permitted", "partition", _admission),  # a group
+    ("access/permission denied", "partition", _admission),
+    ("partition", "partition", lambda _: "there are " + ", ".join(p.name for p in client.partitions())),
     ("time limit", "time", lambda p: f"partition {p.name} allows {p.time}"),
     ("--time", "time", lambda _: "minutes, or days-hours:minutes:seconds"),
-    ("qos", "qos", lambda _: _names("qos", "format=Name")),
+    ("qos", "qos", _admission),
     ("feature", "constraint", lambda p: f"its nodes have {p.features.replace('(null)', 'none')}"),
     ("reservation", "reservation", lambda _: "scontrol show reservation lists them"),
     ("node name", "nodelist", lambda _: "sinfo -N lists them; cluster.exclude may be the cause too"),
@@ -254,20 +262,20 @@ _RULES: tuple[tuple[str, str, Callable[[client.Partition], str]], ...] = (
 
 def answer(message: str) -> str:
     """Return SLURM's error, or the messages of the site's own checks (job_submit.lua) if they give a reason."""
-    lines = [re.sub(r"^(sbatch|srun): |error: |allocation failure: ", "", line) for line in message.splitlines()]
+    lines = [_BEFORE.sub("", line) for line in message.splitlines()]
     lines = [line for line in dict.fromkeys(lines) if line.strip() and not line.startswith("Try ")]
-    own = [line for line in lines if not re.search(f"{NO_REASON}|Batch job submission failed", line)]
-    return "; ".join(own or lines)
+    return "; ".join([line for line in lines if line != _NO_REASON] or lines)
 
 
-def _translate(config: JobConfig, partition: client.Partition, message: str) -> Problem:
+def translate(config: JobConfig, partition: client.Partition, message: str) -> Problem:
     """Report sbatch's error at the key that it is about."""
     cluster, words = cluster_of(config), answer(message)
     for part, key, cure in _RULES:
         if part in words.lower():
             where = asked(cluster, key)[1] if key else _sizes(config)
             return Problem(where, f"SLURM says: {words}", cure(partition))
-    return Problem("sbatch --test-only", words, "cluster.extra and the environment's SBATCH_* count too")
+    cure = "cluster.extra=\"['--wckey=foo']\" gives an option without a key; the environment's SBATCH_* count too"
+    return Problem("sbatch", words, cure)
 
 
 def _sizes(config: JobConfig) -> str:

@@ -54,7 +54,8 @@ class Site:
 
     def partition_qos(self, qos: str) -> None:
         shown = "".join(
-            f"PartitionName={name}\n   AllowQos=ALL\n   Default=NO QoS={qos}\n\n" for name in ("short", "long")
+            f"PartitionName={name}\n   AllowGroups=staff AllowQos=ALL\n   Default=NO QoS={qos}\n\n"
+            for name in ("short", "long")
         )
         self.say("scontrol", f"[ $2 = config ] && cat {self.folder}/config || echo '{shown}'")
 
@@ -238,12 +239,17 @@ def test_partitions_of_large_and_mixed_nodes_are_read(site: Site) -> None:
         ("Invalid generic resource (gres) specification", "cluster.gpus_per_node=b200:4", "gpu:a100:4"),
         ("Invalid Trackable RESource (TRES) specification", "cluster.gpus_per_node=b200:4", "gpu:a100:4"),
         ("Job violates accounting/QOS policy (job submit limit, ...)", "nodes=1", "sacctmgr show qos list the limits"),
-        ("Invalid account or account/partition combination specified", "cluster.account=None", "one of proj"),
+        (
+            "Invalid account or account/partition combination specified",
+            "cluster.account=None",
+            "there are proj (QOS a,b)",
+        ),
+        ("User's group not permitted to use this partition", "cluster.partition=None", "short has AllowGroups=staff"),
     ],
 )
 def test_a_refusal_is_put_at_the_key_it_is_about(site: Site, said: str, where: str, cure: str) -> None:
     site.say("sbatch", f'echo "allocation failure: {said}" >&2; exit 1')
-    site.say("sacctmgr", '[ "$3" = assoc ] && echo proj')
+    site.say("sacctmgr", '[ "$3" = assoc ] && echo "proj|a,b"')
     refused = site.refuses("cluster.time=30", "cluster.gpus_per_node='b200:4'")
     assert refused.startswith(where) and f"SLURM says: {said}" in refused and cure in refused, refused
     if "gres" in said:
@@ -270,18 +276,29 @@ def test_doctor_names_an_old_slurm_and_knows_nothing_of_a_partition_that_does_no
 
 
 def test_doctor_asks_for_a_node_as_the_job_will(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where partitions of GPUs take no job without one, and with the account that stands in `cluster.extra`."""
+    """Where partitions of GPUs take no job without one, and with the account that stands in `cluster.extra`.
+
+    Also with the comment and the wckey that a site may demand. A refusal is not mistaken for a busy cluster.
+    """
     site.say("sacct", "exit 0")
     site.say("sbatch", "echo 77")
     site.say("scancel", "exit 0")
     site.config({**CONFIG, "PreemptType": "preempt/qos"})
     answer = "echo Welcome to n1; for note; do :; done; echo $(cat $note) n1 $(date +%s) 1.0 2.13.0 1; echo Bye, bye"
-    site.say("srun", f'case "$*" in *--account=proj*--gpus-per-node=a100:1*) {answer};; *) exit 1;; esac')
+    site.say(
+        "srun",
+        f'case "$*" in *--account=proj*--comment=c*--wckey=w*--gpus-per-node=a100:1*) {answer};; *) exit 1;; esac',
+    )
     monkeypatch.chdir(tmp_path)
-    config = compose_job(["cluster=slurm", "cluster.gpus_per_node='a100:4'", "cluster.extra=['-A proj']"])
+    monkeypatch.setenv("SBATCH_COMMENT", "c")
+    config = compose_job(["cluster=slurm", "cluster.gpus_per_node='a100:4'", "cluster.extra=['-A proj','--wckey=w']"])
     found = {finding.what: finding.fact for finding in examine(config)}
     assert found["runs_dir"].startswith("n1 sees ") and found["python"].endswith("torch 2.13.0, 1 GPUs"), found
     assert "preempted by QOS" in found["preemption"], found
+    site.say("sbatch", "echo 'sbatch: error: Batch job submission failed: Invalid wckey specification' >&2; exit 1")
+    *_, refused = examine(config)
+    assert (refused.state, refused.fact) == ("bad", "sbatch: Invalid wckey specification"), refused
+    assert refused.cure.startswith("cluster.extra="), refused
 
 
 def test_a_notebook_plans_with_the_switches_that_slurm_names_now(site: Site) -> None:

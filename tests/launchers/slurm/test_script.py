@@ -140,10 +140,10 @@ def test_a_comment_stays_as_it_was_written() -> None:
 def test_nodes_excluded_by_an_option_stay_so_at_each_requeue_and_one_node_more_asks_for_a_nodes_share() -> None:
     """A requeue sets the list anew."""
     extra = "cluster.extra=['-x n7','-G16','-q high','--export=NONE']"
-    config = compose_job(["cluster=slurm", "model=llama_debug", "nodes=2", extra])
+    config = compose_job(["cluster=slurm", "model=llama_debug", "nodes=2", extra, "cluster.comment=ours"])
     made = commands(Job(config, RunDir("/runs/a"), plan_of(config)[0]), TREE, margin_s=70)
     assert made.exclude == ["n7"]
-    assert made.submit == ["--gpus-per-node=8", "--exclusive", "--qos=high"]
+    assert made.submit == ["--comment=ours", "--gpus-per-node=8", "--exclusive", "--qos=high"]
 
 
 def test_cpus_are_requested_once() -> None:

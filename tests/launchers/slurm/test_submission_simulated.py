@@ -79,8 +79,9 @@ def test_where_there_are_more_arrays_than_may_run_some_wait_for_others(slurm: Pa
 
 def test_all_are_submitted_or_none(slurm: Path) -> None:
     (slurm / "script-0").touch()
-    say(slurm, "sbatch", "test $(ls | grep -c ^script) = 3 && echo none left >&2 && exit 1; touch script-$$; echo 7")
-    with pytest.raises(JobFailed, match="sbatch: none left"):
+    refused = r"echo 'sbatch: error: ask us\nsbatch: error: Batch job submission failed: Unspecified error' >&2; exit 1"
+    say(slurm, "sbatch", f"test $(ls | grep -c ^script) = 3 && {{ {refused}; }}; touch script-$$; echo 7")
+    with pytest.raises(JobFailed, match=r"^sbatch: ask us$"):
         submitted(slurm, [SMALL] * 7, 0)
     assert (slurm / "cancelled").read_text() == "--quiet 7 7\n"
 
