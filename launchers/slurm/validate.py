@@ -274,8 +274,8 @@ def translate(config: JobConfig, partition: client.Partition, message: str) -> P
         if part in words.lower():
             where = asked(cluster, key)[1] if key else _sizes(config)
             return Problem(where, f"SLURM says: {words}", cure(partition))
-    cure = "cluster.extra=\"['--wckey=foo']\" gives an option without a key; the environment's SBATCH_* count too"
-    return Problem("sbatch", words, cure)
+    instead = "cluster.extra=\"['--wckey=foo']\" gives an option without a key; the environment's SBATCH_* count too"
+    return Problem("sbatch", words, instead)
 
 
 def _sizes(config: JobConfig) -> str:
