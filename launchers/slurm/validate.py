@@ -229,8 +229,8 @@ def _admission(partition: client.Partition) -> str:
     rows = (client.accounting("assoc", f"user={user_name()}", "format=Account,QOS") or "").split()
     yours = [re.sub(r"\|(.+)", r" (QOS \1)", row).rstrip("|") for row in sorted(set(rows))]
     rules = re.findall(r"\b(?:Allo|Deny|RootOnly|ReqResv)\w*=(?!ALL|NO\b)\S+", client.shown(partition))
-    listed = [f"there are {', '.join(yours[:20])}"] * bool(yours)
-    return "; ".join([*listed, *([f"partition {partition.name} has {', '.join(rules)}"] * bool(rules))])
+    told = {"there are": yours[:20], f"partition {partition.name} has": rules}
+    return "; ".join(f"{what} {', '.join(names)}" for what, names in told.items() if names)
 
 
 def _size(partition: client.Partition) -> str:
