@@ -229,7 +229,7 @@ def _admission(partition: client.Partition) -> str:
     rows = (client.accounting("assoc", f"user={user_name()}", "format=Account,QOS") or "").split()
     yours = [re.sub(r"\|(.+)", r" (QOS \1)", row).rstrip("|") for row in sorted(set(rows))]
     rules = re.findall(r"\b(?:Allo|Deny|RootOnly|ReqResv)\w*=(?!ALL|NO\b)\S+", client.shown(partition))
-    told = {"there are": yours[:20], f"partition {partition.name} has": rules}
+    told = {"your accounts:": yours[:20], f"partition {partition.name} has": rules}
     return "; ".join(f"{what} {', '.join(names)}" for what, names in told.items() if names)
 
 
@@ -245,7 +245,7 @@ _RULES: tuple[tuple[str, str, Callable[[client.Partition], str]], ...] = (
     ("account", "account", _admission),
     ("not permitted", "partition", _admission),  # a group
     ("access/permission denied", "partition", _admission),
-    ("partition", "partition", lambda _: "there are " + ", ".join(p.name for p in client.partitions())),
+    ("partition", "partition", lambda _: "one of " + ", ".join(p.name for p in client.partitions())),
     ("time limit", "time", lambda p: f"partition {p.name} allows {p.time}"),
     ("--time", "time", lambda _: "minutes, or days-hours:minutes:seconds"),
     ("qos", "qos", _admission),

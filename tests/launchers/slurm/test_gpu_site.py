@@ -37,7 +37,7 @@ def test_the_sites_own_words_are_told(user: Ordinary) -> None:
     refused = user.cli(*PROJECT, *TINY, "name=none", "nodes=2")
     assert refused.returncode == 2, refused.stdout + refused.stderr
     words = "cluster.account=None: SLURM says: SITE POLICY: jobs need a project code; ask hpc-help@example.org for one"
-    assert words in refused.stderr and "-> one of proj" in refused.stderr, refused.stderr
+    assert words in refused.stderr and "-> your accounts: proj" in refused.stderr, refused.stderr
     examined = user.cli("doctor", *PROJECT)
     assert "SITE POLICY: jobs need a project code" in examined.stdout, examined.stdout
 

@@ -242,7 +242,7 @@ def test_partitions_of_large_and_mixed_nodes_are_read(site: Site) -> None:
         (
             "Invalid account or account/partition combination specified",
             "cluster.account=None",
-            "there are proj (QOS a,b)",
+            "your accounts: proj (QOS a,b)",
         ),
         ("User's group not permitted to use this partition", "cluster.partition=None", "short has AllowGroups=staff"),
     ],

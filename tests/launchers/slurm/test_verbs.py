@@ -25,9 +25,9 @@ from tests.world import TINY
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 REFUSED = {
-    "cluster.partition=nope": ("there are main, urgent",),
-    "cluster.account=nope": ("there are root (QOS normal)",),
-    "cluster.qos=nope": ("there are root (QOS normal)",),
+    "cluster.partition=nope": ("one of main, urgent",),
+    "cluster.account=nope": ("your accounts: root (QOS normal)",),
+    "cluster.qos=nope": ("your accounts: root (QOS normal)",),
     "cluster.time=2-00:00:00": ("cluster.time=2-00:00:00", "partition main allows 1-00:00:00"),
     "cluster.time=1": ("no time is left to train in",),
     "cluster.constraint=fast": ("cluster.constraint=fast", "Invalid feature"),
