@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import math
 import time
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.control.failures import Budget, Machines, find_cause, is_progress
-from fsdp_jobs.control.fencing import Leases
+from fsdp_jobs.control.fencing import CHARGE_S, Leases
 from fsdp_jobs.control.guard import Guard
 from fsdp_jobs.control.placement import Agents, ConnectedAgent, RoundPlanner
 from fsdp_jobs.control.requests import Requests
@@ -26,6 +29,8 @@ from fsdp_jobs.run.tail import last_lines
 from fsdp_jobs.run.verdict import Verdict
 
 logger = logging.getLogger(__name__)
+
+_RECORDS_S = 0.5  # for the run directory to take an event, before the loop goes on without it
 
 
 @dataclass
@@ -114,6 +119,8 @@ class Attempt:
         self._just_excluded = False  # the next `Requests` may have been read before the exclusion
         self._may_adopt = True  # until it forms or breaks a round: an earlier coordinator's may still run
         self._warned = ""  # the last warning
+        self._records = ThreadPoolExecutor(1, "records")
+        self._recorded: Future[Any] | None = None  # the newest
         self.guards: list[Guard] = [made(self) for made in guards_in("control")]
         may_run: set[str] = set()  # machines where ranks of an earlier coordinator may run
         for event in history:
@@ -132,10 +139,22 @@ class Attempt:
         self.leases = Leases(self.elastic, may_run)
 
     def record(self, event: events.Event) -> None:
+        """Record an event, in a thread: agents get answers while the file system hangs."""
+        event = replace(event, time=time.time(), round=self.round.number)
+        are_done = self._recorded is None or self._recorded.done()
+        self._recorded = self._records.submit(self._write, event)
+        if are_done:
+            wait([self._recorded], _RECORDS_S)
+
+    def _write(self, event: events.Event) -> None:
         if not self.is_superseded:
-            event = replace(event, round=self.round.number)
             events.record(self.run, self.number, event)
             logger.info("%s", event.sentence() or event.kind)
+
+    def storage(self, now: float) -> str:
+        """Say for how long storage has not answered, behind what ended meanwhile; nothing if it answers."""
+        away_s = now - self.in_charge_until
+        return f"; storage has not answered for {away_s + CHARGE_S:.0f} s" if away_s > 0 else ""
 
     def warn(self, why: str) -> None:
         """Record a lasting problem for the user, unless it is the one that was recorded last."""
@@ -243,7 +262,7 @@ class Attempt:
             return
         cause = find_cause(broken, self._look_for_lost(now))
         machine = broken.hosts.get(cause.node) if cause.node is not None else None
-        self.record(events.RoundBroken(cause.why, self.step, self.committed, machine, failed_at))
+        self.record(events.RoundBroken(cause.why + self.storage(now), self.step, self.committed, machine, failed_at))
         verdict = self.budget.judge(cause, self.committed, broken)
         if verdict is not None:
             if cause.failure is not None and cause.failure.is_out_of_memory:
@@ -320,14 +339,8 @@ class Attempt:
         assert self.verdict is not None
         leases = self.leases.running(now)
         try:
-            self.verdict.close(
-                self.run,
-                self.number,
-                round=self.round.number,
-                step=self.step,
-                committed=self.committed,
-                leases=leases,
-            )
+            details = {"round": self.round.number, "step": self.step, "committed": self.committed, "leases": leases}
+            self._records.submit(partial(self.verdict.close, self.run, self.number, **details)).result()
         except OSError as e:
             self.warn(f"the verdict cannot be written: {e}")
             if not is_there(self.run.verdict(self.number)):

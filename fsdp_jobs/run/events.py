@@ -400,8 +400,8 @@ def _locked(path: Path) -> int:
 
 
 def record(run: RunDir, attempt: int, event: Event) -> None:
-    """Append an event, with the present time, to the run's events."""
-    append_line(run.events, replace(event, time=job_time(), attempt=attempt).to_record())
+    """Append an event to the run's events, with the present time if it has none."""
+    append_line(run.events, replace(event, time=event.time or job_time(), attempt=attempt).to_record())
 
 
 def parse_events(records: Iterable[JsonObject]) -> Iterator[Event]:

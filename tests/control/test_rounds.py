@@ -454,9 +454,10 @@ def test_a_request_to_stop_that_cannot_be_read_is_told_once_and_stops_nothing(tm
     assert [e["why"] for e in cluster.events("stop_requested")] == ["cancelled"]
     cluster.later(19, a)
     assert cluster.verdict is None
+    cluster.coordinator.in_charge_until = cluster.now
     cluster.later(2, a)
     assert cluster.verdict is not None and cluster.verdict.decision == "stop", "a request is not requeued"
-    assert "cancelled; not saved within 20 s" in cluster.verdict.reason
+    assert "cancelled; not saved within 20 s; storage has not answered for 6 s" in cluster.verdict.reason
 
 
 def raises(number: int) -> Callable[..., None]:

@@ -110,8 +110,8 @@ def answer(agent: Stranger, at: float) -> dict[str, Any]:
     return received
 
 
-def lost(server: Server) -> list[dict[str, Any]]:
-    return [e for e in read_json_lines(server.coordinator.run.events) if e["event"] == "node_lost"]
+def recorded(server: Server, kind: str) -> list[dict[str, Any]]:
+    return [e for e in read_json_lines(server.coordinator.run.events) if e["event"] == kind]
 
 
 @pytest.mark.skipif("::" not in wildcards(), reason="this machine has no IPv6")
@@ -227,19 +227,19 @@ def test_what_a_closed_connection_proves(tmp_path: Path) -> None:
         dead = enters("dead")
         dead.lines.close()
         dead.socket.close()  # as the kernel does when the process dies
-        until(lambda: len(lost(server)) == 1)
+        until(lambda: len(recorded(server, "node_lost")) == 1)
         assert "dead" not in leases
         reset = enters("reset")
         reset.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         reset.lines.close()
         reset.socket.close()
-        until(lambda: len(lost(server)) == 2)
+        until(lambda: len(recorded(server, "node_lost")) == 2)
         assert "reset" in leases, "it may train on"
         leases.clear()
         behind_proxy = enters("proxied", local=("10.0.0.1", 1))
         behind_proxy.lines.close()
         behind_proxy.socket.close()
-        until(lambda: len(lost(server)) == 3)
+        until(lambda: len(recorded(server, "node_lost")) == 3)
         assert "proxied" in leases, "whatever is in between may have closed it"
         leases.clear()
         away = enters("away")
@@ -249,14 +249,14 @@ def test_what_a_closed_connection_proves(tmp_path: Path) -> None:
         away.lines.close()
         away.socket.close()
         time.sleep(1)
-        assert len(lost(server)) == 3 and "away" in leases, "it said that it would come again"
+        assert len(recorded(server, "node_lost")) == 3 and "away" in leases, "it said that it would come again"
 
     serving(tmp_path, talk)
 
 
 def test_agents_get_answers_while_the_run_directory_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their ranks run on, but look for a newer round before they write: this machine may be the only one cut off."""
-    answers, iterdir, last_attempt = threading.Event(), Path.iterdir, RunDir.last_attempt
+    answers, iterdir, last_attempt, locked = threading.Event(), Path.iterdir, RunDir.last_attempt, events._locked
     answers.set()
 
     def slowly(path: Path) -> Iterator[Path]:
@@ -267,8 +267,13 @@ def test_agents_get_answers_while_the_run_directory_hangs(tmp_path: Path, monkey
         answers.wait(20)
         return last_attempt(run)
 
+    def as_slowly_locked(path: Path) -> int:
+        answers.wait(20)
+        return locked(path)
+
     monkeypatch.setattr(Path, "iterdir", slowly)
     monkeypatch.setattr(RunDir, "last_attempt", as_slowly)
+    monkeypatch.setattr(events, "_locked", as_slowly_locked)
     monkeypatch.setattr(door, "_LOOK_S", 0.1)
     monkeypatch.setattr(door, "CHARGE_S", 0.8)
 
@@ -280,10 +285,19 @@ def test_agents_get_answers_while_the_run_directory_hangs(tmp_path: Path, monkey
         answers.clear()
         time.sleep(1)  # it looks for requests every 0.3 s
         assert not answer(agent, 5)["is_in_charge"]
+        asked_at = time.time()
+        agent.send(kind="notice", signal="SIGTERM")
+        while agent.receive()["kind"] != "request":
+            pass
+        assert not answer(agent, 6)["is_in_charge"], "its event waits, but no agent"
+        time.sleep(1)
         answers.set()
-        until(lambda: answer(agent, 6)["is_in_charge"])
+        until(lambda: answer(agent, 7)["is_in_charge"])
+        until(lambda: recorded(server, "stop_requested"))
+        (asked,) = recorded(server, "stop_requested")
+        assert asked_at <= asked["time"] < asked_at + 0.9
         write_atomic(server.coordinator.run.stop_request, "enough")
-        until(lambda: server.coordinator.stop_reason == "enough")
+        until(lambda: server.coordinator.is_cancelled)
 
     serving(tmp_path, talk)
 
