@@ -21,6 +21,7 @@ from fsdp_jobs.run.table import listed, size
 
 NEAR = 1.03  # steps this close to the shortest count as equally fast
 _ALIKE = 1.05  # bytes between nodes this close to the fewest count as equal
+_WORTH_MEMORY = 1.01  # a step this many times as long justifies whole gradients between microbatches
 _SHORT_RING = 32  # ranks, below which rings are predicted well
 CLOSE = 0.97  # share of the usable memory above which the plan warns
 WORTH_REGROUPING = 1.1  # tokens/s relative to the held group size that justify changing it
@@ -99,7 +100,8 @@ def closeness(config: JobConfig, option: Option) -> str:
 def price(config: JobConfig, shape: ModelShape, strategy: str, placement: Placement) -> Option:
     """Price one strategy on one placement.
 
-    `fsdp.accumulate_unsharded=auto` keeps whole gradients between microbatches if they fit well and save time.
+    `fsdp.accumulate_unsharded=auto` keeps whole gradients between microbatches if they fit well and save over 1% of
+    the time, or any time and over 5% of the bytes between nodes.
     `fsdp.chunked_loss=auto` computes the loss in chunks if whole logits do not fit well, or if their memory saves more
     time when used otherwise. `fsdp.objective=memory` takes the one that needs less.
     """
@@ -111,7 +113,9 @@ def price(config: JobConfig, shape: ModelShape, strategy: str, placement: Placem
         if not is_free or not is_speed:
             return sharded
         unsharded = _price(config, shape, strategy, placement, True, chunked)
-        return unsharded if fits_well(config, unsharded) and unsharded.time.step < sharded.time.step else sharded
+        worth = 1.0 if sharded.sent > _ALIKE * unsharded.sent else _WORTH_MEMORY
+        pays = sharded.time.step > worth * unsharded.time.step
+        return unsharded if pays and fits_well(config, unsharded) else sharded
 
     whole = accumulating(chunked=fsdp.chunked_loss is True)
     is_best = fits_well(config, whole) and (whole.microbatches == 1 or whole.layout.accumulate_unsharded)

@@ -181,6 +181,17 @@ def test_no_communication_hides_the_copies_of_gradients() -> None:
     assert whole - sharded == pytest.approx(3 * elements * ((2 + 4 + 4) - (2 + 4)) / 2985e9, rel=0.1)
 
 
+def test_whole_gradients_take_memory_only_for_more_than_a_percent() -> None:
+    asked = ("hardware=a100_80", "nodes=1", "model=llama_1b", "data.global_batch=16", "data.micro_batch=1")
+    asked += ("fsdp=full_shard", "fsdp.activation_checkpointing=full")
+    auto, whole, sharded = (
+        make_plan(job(*asked, f"fsdp.accumulate_unsharded={is_whole}"), seek_remedies=False)
+        for is_whole in ("auto", "true", "false")
+    )
+    assert 1.0 < sharded.time.step / whole.time.step < 1.01
+    assert auto.layout == sharded.layout
+
+
 @settings(max_examples=40, deadline=None)
 @given(LEAVES, PER_NODE, MEMORY, st.randoms(use_true_random=False))
 def test_names_of_nodes_do_not_matter(sizes: list[int], per_node: int, memory: float, random: object) -> None:
