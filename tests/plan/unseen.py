@@ -31,6 +31,15 @@ CRUSOE = "github.com/crusoecloud/torchtitan README.md at 2dacbf1"
 VECTORLM = "github.com/VectorInstitute/vectorlm docs/reference_throughput.md at 0703e07"
 # LoRA; Transformer Engine's and Triton's kernels, here compile
 AUTOMODEL = "github.com/NVIDIA-NeMo/Automodel docs/performance-summary.mdx at 2861c41"
+# Llama 7B; the middles of the ranges
+TITAN_165 = "github.com/pytorch/torchtitan pull/165, 26 March 2024"
+# 4 p5.48xlarge; batch and recomputation not stated: torchtitan's defaults
+AWS = "Efficient pre-training of Llama 3-like model architectures using torchtitan on Amazon SageMaker, AWS blog"
+# its step time gives the length; recomputation not stated: without it the job would not fit
+ACCELERATE = "github.com/huggingface/blog deepspeed-to-fsdp-and-back.md at 09e9aa2"
+TORCHTUNE = "github.com/meta-pytorch/torchtune README.md at 7d470bf"  # all in bf16; compiled with its loss
+# FSDP1 of November 2023, batch 1, without the rows that recompute some blocks; neither network nor reduction stated
+YAFSDP = "github.com/yandex/YaFSDP README.md at 669fc36"
 LEONARDO = "github.com/Modalities/modalities docs/scaling_experiments/scaling_leonardo.md at 8a9b661"
 MARENOSTRUM = "github.com/Modalities/modalities docs/scaling_experiments/scaling_mn5.md at 5644c95"
 
@@ -45,6 +54,10 @@ GPT = {"2.7b": (2560, 32, 32), "6.7b": (4096, 32, 32), "13b": (5120, 40, 40), "2
 MODELS = {
     **LLAMA,
     "tinyllama": LlamaConfig(vocab_size=32000, dim=2048, n_layers=22, n_heads=32, n_kv_heads=4, ffn_dim=5632),
+    "llama3.2 3b": LlamaConfig(
+        vocab_size=128256, dim=3072, n_layers=28, n_heads=24, n_kv_heads=8, ffn_dim=8192, tie_embeddings=True
+    ),
+    "qwen2.5 7b": LlamaConfig(vocab_size=152064, dim=3584, n_layers=28, n_heads=28, n_kv_heads=4, ffn_dim=18944),
     "olmo 1b": LlamaConfig(vocab_size=100352, dim=2048, n_layers=18, n_heads=16, n_kv_heads=16, ffn_dim=8192),
     "olmo 7b": LlamaConfig(vocab_size=100352, dim=4096, n_layers=32, n_heads=32, n_kv_heads=32, ffn_dim=11008),
     "olmo 13b": LlamaConfig(vocab_size=100352, dim=5120, n_layers=40, n_heads=40, n_kv_heads=40, ffn_dim=13824),
@@ -101,6 +114,7 @@ class Unseen:
     accumulate: int = 1
     per_node: int = 8
     reduce_dtype: str = "fp32"
+    master_dtype: str = "fp32"
     frozen: float = 0.0  # share of the parameters
     known: dict[str, float] = field(default_factory=dict, hash=False)  # what differs from the preset
 
@@ -143,6 +157,24 @@ _VECTORLM = (
     (2, 0.998, (7182.97, 6955.58, 6452.96)),
     (4, 0.998, (14299.47, 13834.43, 12769.23)),
 )
+# microbatch, recomputation, compiled, tokens/s a GPU
+_TITAN_165 = (
+    (8, "full", False, 6200),
+    (8, "every_n", False, 6700),
+    (8, "full", True, 7350),
+    (8, "every_n", True, 8250),
+    (16, "every_n", True, 8600),
+    (8, "none", True, 9200),
+)
+# GPUs, seconds of a step at 2,048, 4,096 and 8,192 tokens
+_YAFSDP = (
+    ("llama2 7b", 64, (0.90, 1.21, 2.29)),
+    ("llama2 7b", 128, (0.97, 1.22, 2.31)),
+    ("llama2 13b", 128, (1.76, 2.14)),
+    ("llama2 34b", 128, (4.27,)),
+    ("llama2 34b", 256, (4.50,)),
+    ("llama3 8b", 64, (1.10, 1.48)),
+)
 _IBM = (("7b", "none", "hybrid_shard"), ("13b", "every_n", "full_shard"))
 _IBM += (("34b", "full", "full_shard"), ("70b", "full", "full_shard"))
 _IBM_SPEEDS = {("a100_80", 128, 5.7): (3700, 1800, 700, 370), ("h100", 96, 11.4): (7500, 3800, 1550, 800)}
@@ -177,7 +209,26 @@ UNSEEN = (
         for gpus, frozen, speeds in _VECTORLM
         for seq_len, speed in zip((2048, 4096, 8192), speeds, strict=True)
     ),
+    Unseen(AUTOMODEL, "qwen2.5 7b", "h100", 1, 4096, 2, 14110.05, compiled=True, strategy="no_shard", per_node=1,
+           accumulate=16, frozen=0.995),
+    *(
+        Unseen(TITAN_165, "llama2 7b", "h100", 8, 2048, micro_batch, speed, checkpointing, compiled, known=TITAN)
+        for micro_batch, checkpointing, compiled, speed in _TITAN_165
+    ),
+    Unseen(AWS, "llama3 8b", "h100", 32, 8192, 1, 6475, "every_n"),
+    Unseen(AWS, "llama3 8b", "h100", 32, 8192, 1, 7166, "every_n", compiled=True),
+    Unseen(ACCELERATE, "llama2 7b", "a100_80", 4, 4096, 8, 3158.7, "full", per_node=4),
+    *(
+        Unseen(TORCHTUNE, "llama3.2 3b", "a100_80", 1, 4096, 2, speed, compiled=compiled, strategy="no_shard",
+               per_node=1, reduce_dtype="bf16", master_dtype="bf16")
+        for compiled, speed in ((False, 7075), (True, 8998))
+    ),
 )  # fmt: skip
+LINKED = tuple(
+    Unseen(YAFSDP, model, "a100_80", gpus, seq_len, 1, seq_len / step)
+    for model, gpus, steps in _YAFSDP
+    for seq_len, step in zip((2048, 4096, 8192), steps, strict=False)
+)
 SCALED = (*_site(LEONARDO, _LEONARDO_ROWS), *_site(MARENOSTRUM, _MARENOSTRUM_ROWS))
 
 
@@ -193,6 +244,7 @@ def planned(row: Unseen, strategy: str = "", **known: float) -> Plan:
         strategy=strategy,
         shard_group=row.per_node if strategy == "hybrid_shard" else "auto",
         reduce_dtype=row.reduce_dtype,
+        master_dtype=row.master_dtype,
         activation_checkpointing=row.checkpointing,
         activation_checkpointing_every=3 if row.source == IBM else 2,
         compile=row.compiled,
@@ -237,6 +289,9 @@ def main() -> None:
     for row in UNSEEN:
         print(f"{row.model:10} {row.gpus:4} {row.hardware:8} {row.seq_len:5} x {row.micro_batch} {row.checkpointing:8} "
               f"{row.published:7,.0f} {ratio(row):5.2f}  {row.source}")  # fmt: skip
+    for row in LINKED:
+        ratios = " ".join(f"{ratio(row, inter_node_gb_s=share):.2f}" for share in (22.8, 11.4, 5.7))
+        print(f"{row.model:10} {row.gpus:4} {row.seq_len:5}  1,600, 800, 400 Gb/s per node: {ratios}  {row.source}")
     series = defaultdict(list)
     for row in SCALED:
         series[row.source, row.model, row.micro_batch, row.seq_len].append(row)
