@@ -24,6 +24,7 @@ from fsdp_jobs.plan.topology import Topology
 from fsdp_jobs.run.table import size
 
 ACTIVATION_OFFLOAD = "fsdp.activation_offload=true"
+NO_OFFLOAD = "fsdp.cpu_offload=false"
 COSTLY = (ACTIVATION_OFFLOAD, "fsdp.cpu_offload=true", "fsdp.master_dtype=bf16_stochastic")
 CHECKPOINTING = ("fsdp.activation_checkpointing=selective", "fsdp.activation_checkpointing=full")
 MOST_NODES = 4096  # no larger number of nodes is tried
@@ -53,6 +54,8 @@ def remedies(config: JobConfig, shape: ModelShape, topology: Topology) -> list[R
     per_node = config.hardware.gpus_per_node
     if ranks_per_node(config) < per_node and all(not n.switch_path or n.gpus >= per_node for n in topology.nodes):
         found = found + tried([f"nproc_per_node={per_node}"])
+    if config.fsdp.cpu_offload and choose(config, shape, topology).option.over <= 0:  # what is full is the host
+        found = found + (tried([NO_OFFLOAD]) or _nodes_needed(config, [NO_OFFLOAD], shape, topology))
     mild = list({_key(o): o for o in changes if o not in COSTLY}.values())  # the last of each key
     if tried(mild):
         return found
@@ -182,7 +185,7 @@ def _faster(config: JobConfig, shape: ModelShape, topology: Topology, option: Op
         [f"data.micro_batch={m}" for m in divisors(samples) if m > data.micro_batch],
         [f"fsdp.activation_checkpointing={k}" for k in RECOMPUTED if k != fsdp.activation_checkpointing],
         ["fsdp.activation_offload=false"] if fsdp.activation_offload else [],
-        ["fsdp.cpu_offload=false"] if fsdp.cpu_offload else [],
+        [NO_OFFLOAD] if fsdp.cpu_offload else [],
     )
     options = options_of(config, shape, Grouping(config, topology), fsdp.strategy, fsdp.shard_group)
     tried = (option, min(options, key=lambda o: o.time.step))

@@ -73,3 +73,10 @@ def test_activation_offload_is_offered_with_the_host_memory_it_takes() -> None:
     assert not tight.fits
     offered = next(r for r in tight.remedies if OFFLOAD in r.overrides)
     assert "2.0 GiB of host memory per rank" in offered.result
+
+
+def test_a_job_whose_offload_fills_the_host_is_offered_to_run_without_it_on_fewer_nodes() -> None:
+    asked = ["cluster=slurm", "nodes=1", "model=llama3_70b", "fsdp.cpu_offload=true", "hardware.host_memory_gib=128"]
+    without, offloaded = make_plan(compose_job(asked)).remedies
+    assert without.overrides == ("fsdp.cpu_offload=false", "nodes=3")
+    assert offloaded.overrides == ("nodes=11",)
