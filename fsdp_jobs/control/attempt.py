@@ -151,8 +151,8 @@ class Attempt:
             events.record(self.run, self.number, event)
             logger.info("%s", event.sentence() or event.kind)
 
-    def storage(self, now: float) -> str:
-        """Say for how long storage has not answered, behind what ended meanwhile; nothing if it answers."""
+    def storage_note(self, now: float) -> str:
+        """Return what to add to the reason of an end if storage does not answer now: for how long; else nothing."""
         away_s = now - self.in_charge_until
         return f"; storage has not answered for {away_s + CHARGE_S:.0f} s" if away_s > 0 else ""
 
@@ -262,7 +262,8 @@ class Attempt:
             return
         cause = find_cause(broken, self._look_for_lost(now))
         machine = broken.hosts.get(cause.node) if cause.node is not None else None
-        self.record(events.RoundBroken(cause.why + self.storage(now), self.step, self.committed, machine, failed_at))
+        why = cause.why + self.storage_note(now)
+        self.record(events.RoundBroken(why, self.step, self.committed, machine, failed_at))
         verdict = self.budget.judge(cause, self.committed, broken)
         if verdict is not None:
             if cause.failure is not None and cause.failure.is_out_of_memory:

@@ -246,7 +246,7 @@ class Coordinator(Attempt):
         if self.stop_reason is not None and (now > self.stop_by or has_left):
             if not has_left:
                 what = "saved" if current.has_reports else "ended"
-                self.stop_reason += f"; not {what} within {self.elastic.stop_grace_s:.0f} s{self.storage(now)}"
+                self.stop_reason += f"; not {what} within {self.elastic.stop_grace_s:.0f} s{self.storage_note(now)}"
             self.close(self._preempted(), now)
         elif current.stops_by_signal:
             pass  # nodes leave the round one by one

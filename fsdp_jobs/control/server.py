@@ -99,7 +99,7 @@ class Server:
         """Take charge of the run, and give up when another coordinator does, of this or a later attempt.
 
         If storage does not answer, either no coordinator can take over, or only this machine is cut off from storage.
-        The job trains on in both cases, and its ranks check their term before they write.
+        The job trains on in both cases, and the trainer's ranks check their term before they write.
         """
         coordinator, run = self.coordinator, self.coordinator.run
         home = checkpoints_of(coordinator.config.checkpoint, run)
