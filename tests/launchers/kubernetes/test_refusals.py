@@ -92,7 +92,7 @@ CASES: dict[str, tuple[Callable[[SimulatedApi], Any], list[str], list[str]]] = {
     "kueue's label": (
         lambda _: None,
         ["cluster.labels={kueue.x-k8s.io/queue-name: q}"],
-        ["Kueue would not admit the job as one", "cluster.queue=q"],
+        ["Kueue would not admit the job as a whole", "cluster.queue=q"],
     ),
     "context": (lambda _: None, ["cluster.context=prod"], ["the kubeconfig has only test"]),
     "namespace": (lambda _: None, ["cluster.namespace=nowhere"], ["cluster.namespace=nowhere: there is no such"]),
