@@ -7,7 +7,6 @@ import math
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from fsdp_jobs.config.errors import BadInput
@@ -341,7 +340,7 @@ class Attempt:
         leases = self.leases.running(now)
         try:
             details = {"round": self.round.number, "step": self.step, "committed": self.committed, "leases": leases}
-            self._records.submit(partial(self.verdict.close, self.run, self.number, **details)).result()
+            self._records.submit(self.verdict.close, self.run, self.number, **details).result()
         except OSError as e:
             self.warn(f"the verdict cannot be written: {e}")
             if not is_there(self.run.verdict(self.number)):
