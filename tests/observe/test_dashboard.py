@@ -417,6 +417,7 @@ def test_runs_are_compared_and_sweeps_and_logs_shown_by_keyboard_alone(browser: 
 @pytest.mark.integration
 def test_a_run_that_cannot_be_shown_says_why_in_place_of_another_ones_values(browser: Any, tmp_path: Path) -> None:  # noqa: F811
     recorded_run(tmp_path / "runs", "sound").attempt(0).mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(recorded_run(tmp_path / "runs", "unstarted").path / "attempts", ignore_errors=True)
     write_atomic(recorded_run(tmp_path / "runs", "torn").job, "{")
     page = Watched(browser).page
     with dashboard(tmp_path) as address:
@@ -430,8 +431,15 @@ def test_a_run_that_cannot_be_shown_says_why_in_place_of_another_ones_values(bro
         page.evaluate("location.hash = 'run/sound'")
         page.wait_for_selector("#story >> text=3.0000")
         assert page.inner_text("#problem") == ""
-        (tmp_path / "runs" / "sound").rename(tmp_path / "removed")
-        page.wait_for_selector("text=not up to date: there is no such run")
+        for name in ("sound", "unstarted"):
+            page.evaluate(f"location.hash = 'run/{name}'")
+            page.wait_for_selector(f"h1 >> text={name}")
+            page.wait_for_selector("#story >> text=3.0000")
+            page.wait_for_timeout(500)  # in which the stream of its lines begins
+            (tmp_path / "runs" / name).rename(tmp_path / f"removed-{name}")
+            page.wait_for_selector("text=not up to date: there is no such run")
+            page.wait_for_timeout(2000)
+            assert "there is no such run" in page.inner_text("header"), "the rows, which are up to date, do not hide it"
 
 
 @pytest.mark.integration

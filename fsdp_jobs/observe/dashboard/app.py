@@ -133,9 +133,12 @@ class Dashboard:
         def matching(lines: Callable[[], Any]) -> list[tuple[str, str]]:
             return list(deque(((label(f), line) for f, line in lines() if text in line.casefold()), _LOG_LINES))
 
+        def is_newest() -> bool:  # no longer, once the run is removed
+            return run.path.is_dir() and run.last_attempt() == attempt
+
         async def messages() -> AsyncIterator[list[tuple[str, str]] | None]:
             yield await run_in_threadpool(matching, logs.backlog)
-            while await run_in_threadpool(run.last_attempt) == attempt and not self.is_over():
+            while await run_in_threadpool(is_newest) and not self.is_over():
                 began = time.monotonic()
                 yield await run_in_threadpool(matching, logs.new) or None
                 await asyncio.sleep(pause_s(began, _SEND_EVERY_S))

@@ -109,25 +109,26 @@ def test_limits_that_can_never_be_met_are_said_at_submission(lab: Lab, folder: P
         [*DRY, "cluster.qos=tiny", "cluster.time=9"],
         [*DRY, "cluster.extra=['--qos=nope']"],
     )
+    lab.on_login("sacctmgr", "-i", "delete", "qos", "tiny")  # the user's QOSes are told by other tests
     assert never[0] == 2 and allowed == 0
     assert "cluster.time=30: QOS tiny allows 00:10:00" in never[1]
     assert "QOS tiny allows node=1, the job needs 2" in never[1]
     assert "cluster.extra=[--qos=nope]: SLURM says: Invalid qos" in unknown
-    lab.on_login("scontrol", "update", "partitionname=urgent", "defaulttime=1")
+    lab.on_login("scontrol", "create", "partitionname=short", "nodes=ALL", "defaulttime=1")
     lab.on_login("scontrol", "create", "partitionname=brief", "nodes=ALL", "maxtime=1")
     lab.on_login("scontrol", "create", "partitionname=endless", "nodes=ALL")
     try:
         short, brief, endless = lab.several(
             folder,
-            [*DRY, "cluster.partition=urgent"],
+            [*DRY, "cluster.partition=short"],
             [*DRY, "cluster.partition=brief"],
             [*DRY, "cluster.partition=endless", "cluster.time=0"],
         )
-        assert short[0] == 2 and "(urgent's default is 1:00): no time is left to train in" in short[1], short
+        assert short[0] == 2 and "(short's default is 1:00): no time is left to train in" in short[1], short
         assert brief[0] == 2 and "(brief's default is 1:00): no time is left" in brief[1], brief
         assert endless[0] == 0, f"0 is SLURM's word for no limit: {endless}"
     finally:
-        for name in ("brief", "endless"):
+        for name in ("short", "brief", "endless"):
             lab.on_login("scontrol", "delete", f"partitionname={name}")
 
 

@@ -33,19 +33,19 @@ async function get(url) {
 
 // A browser opens few connections to a server: streams of pages that nobody sees are closed.
 function stream(url, onOpen, onMessage) {
-  if (inside) { say(""); onOpen(); onMessage(inside.answers[decodeURIComponent(url.split("?")[0])]); return () => {}; }
+  if (inside) { say(url, ""); onOpen(); onMessage(inside.answers[decodeURIComponent(url.split("?")[0])]); return () => {}; }
   let source = null;
   function open() {
     if (document.hidden) return source?.close();
     source = new EventSource(url);
     source.onopen = onOpen;
-    source.onmessage = (event) => { say(""); onMessage(JSON.parse(event.data)); };
+    source.onmessage = (event) => { say(url, ""); onMessage(JSON.parse(event.data)); };
     source.onerror = () => source.readyState === EventSource.CLOSED
-      ? get(url).catch((error) => say(`not up to date: ${error.message}`)) : say("not up to date: the dashboard does not answer");
+      ? get(url).catch((error) => { if (source) say(url, `not up to date: ${error.message}`); }) : say(url, "not up to date: the dashboard does not answer");
   }
   document.addEventListener("visibilitychange", open);
   open();
-  return () => { document.removeEventListener("visibilitychange", open); source?.close(); };
+  return () => { document.removeEventListener("visibilitychange", open); source?.close(); source = null; say(url, ""); };
 }
 
 // ---- words and numbers
@@ -63,8 +63,12 @@ const clock = (time) => new Date(time * 1000).toLocaleString([], { month: "short
 const badge = (state) => el("span", { class: `state ${state}` }, state);
 let said = inside?.said ?? "", folder = "runs";
 
-function say(trouble) {
-  const text = trouble || said;
+const troubles = new Map(); // address -> why what came from it is not up to date
+
+function say(url, trouble) {
+  if (trouble) troubles.set(url, trouble);
+  else troubles.delete(url);
+  const text = troubles.values().next().value ?? said;
   if ($("#link").textContent !== text) $("#link").textContent = text; // else a screen reader would tell it again
 }
 
@@ -119,12 +123,12 @@ function take(news) {
     for (const name of [...rows.keys()]) if (!there.has(name)) { rows.delete(name); lines.delete(name); selected.delete(name); }
     $(".runs tbody").replaceChildren(...news.order.map((name) => lines.get(name)));
     if (focused?.isConnected) focused.focus({ preventScroll: true });
-    if (!inside) get("api/sweeps").then(listSweeps).catch((error) => say(error.message));
+    if (!inside) get("api/sweeps").then(listSweeps).then(() => say("api/sweeps", ""), (error) => say("api/sweeps", error.message));
   }
   if ("complete" in news) {
     folder = news.folder;
     said = news.trouble ? `not up to date: ${news.trouble}` : news.complete ? `under ${folder}/, live` : "reading the runs";
-    say("");
+    say("api/rows", "");
   }
   $("#empty").hidden = rows.size > 0 || said === "reading the runs";
   $("#search").hidden = $(".scroll").hidden = rows.size === 0;
