@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import signal
 import time
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
@@ -63,6 +64,7 @@ class Round:
     broken_why: str = ""
     failures: list[Failure] = field(default_factory=list)
     lost: dict[int, str] = field(default_factory=dict)  # node -> how
+    starved: set[int] = field(default_factory=set)  # nodes lost because their memory limit was reached
     ended: dict[int, int] = field(default_factory=dict)  # node -> last step of ranks that ended while others trained
     left: int = 0  # nodes that disconnected after their ranks had ended
     culprit: int | None = None  # node that held up the others, was the only one lost, or has wrong state
@@ -260,13 +262,16 @@ class Attempt:
             self.record(events.RoundBroken(why, self.step, self.committed, failed_at=failed_at, is_planned=was_planned))
             return
         cause = find_cause(broken, self._look_for_lost(now))
-        machine = broken.hosts.get(cause.node) if cause.node is not None else None
+        is_starved = cause.node in broken.starved
+        machine = broken.hosts.get(cause.node) if cause.node is not None and not is_starved else None
         why = cause.why + self.storage_note(now)
         self.record(events.RoundBroken(why, self.step, self.committed, machine, failed_at))
         verdict = self.budget.judge(cause, self.committed, broken)
         if verdict is not None:
-            if cause.failure is not None and cause.failure.is_out_of_memory:
-                verdict.reason += f". {self.planner.what_would_fit(broken.size)}"
+            failure = cause.failure
+            if is_starved or (failure is not None and failure.is_out_of_memory):
+                by_kernel = failure is None or failure.exit_code == -signal.SIGKILL
+                verdict.reason += f". {self.planner.what_would_fit(broken.size, by_kernel)}"
             self.close(verdict, now)
         elif machine is not None and (self.config.cluster.restarts_elsewhere or len(set(broken.hosts.values())) > 1):
             reason = self.machines.blame(machine, cause.why, at_once=broken.excludes and cause.node == broken.culprit)

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 from fsdp_jobs.config.errors import BadInput
-from fsdp_jobs.config.resolve import most_nodes, ranks_per_node
+from fsdp_jobs.config.resolve import accelerator, most_nodes, ranks_per_node
 from fsdp_jobs.config.schema import ElasticConfig, JobConfig
 from fsdp_jobs.control.fencing import begin
 from fsdp_jobs.plan.plan import Plan, make_plan, regroup
@@ -205,8 +205,12 @@ class RoundPlanner:
         known = self.places.get(agent.host) or Node(agent.name, agent.switches)
         return replace(known, name=agent.name, gpus=agent.nproc)
 
-    def what_would_fit(self, nodes: int) -> str:
-        """Return a sentence with the plan's remedies, for ranks that ran out of memory."""
+    def what_would_fit(self, nodes: int, by_kernel: bool) -> str:
+        """Return a sentence with remedies for ranks that ran out of memory, or that the kernel killed for it."""
+        if by_kernel and accelerator(self.config) == "cuda":
+            more = [f"cluster.{key}=..." for key in ("mem", "memory") if hasattr(self.config.cluster, key)]
+            cures = " or ".join([*more, "fewer workers of data loaders"])
+            return f"The node's memory ran out, not a GPU's; what helps: {cures}"
         shape = self.shape or shape_of(self.config)
         if shape is None:
             return "The plan does not know the program's model"

@@ -26,13 +26,14 @@ from torch.distributed.elastic.multiprocessing.api import MultiprocessContext, S
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 
+from fsdp_jobs.node.memory import kills_for_memory
 from fsdp_jobs.node.rank_logs import RankLogs
 from fsdp_jobs.node.rendezvous import CoordinatorRendezvous
 from fsdp_jobs.node.tier import Tier
 from fsdp_jobs.run.failure import Failure, summary, waited_s
 from fsdp_jobs.run.files import is_there
 from fsdp_jobs.run.messages import Round
-from fsdp_jobs.run.processes import has_signal, kill_families, kills_for_memory
+from fsdp_jobs.run.processes import has_signal, kill_families
 from fsdp_jobs.run.rank_state import SAVES_NOTHING, Phase, Request
 from fsdp_jobs.run.tail import last_lines, size_of
 from fsdp_jobs.run.term import LOOK_S, job_time

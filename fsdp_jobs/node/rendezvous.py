@@ -14,6 +14,7 @@ from torch.distributed.elastic.agent.server.api import Worker
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.node.guard import Guard
 from fsdp_jobs.node.link import Link
+from fsdp_jobs.node.memory import memory_in_use
 from fsdp_jobs.run import messages
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import COORDINATOR_ENV
@@ -68,7 +69,7 @@ class CoordinatorRendezvous(rendezvous.RendezvousHandler):
         for guard in self.guards:
             measured |= guard.beat()
         ranks = [(state.read(), state.times()) for state in self.states]
-        return messages.Beat(ranks, measured, Lease.now())
+        return messages.Beat(ranks, measured, Lease.now(), memory_in_use())
 
     def _receive(self, line: bytes) -> None:
         message = self._read(line)

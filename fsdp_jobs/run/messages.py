@@ -93,6 +93,7 @@ class Beat(Message):
     ranks: list[tuple[rank_state.Report, rank_state.Times]] = []  # by local rank
     measured: dict[str, float] = {}  # values from guards, described in their modules `node`
     at: float = 0.0  # when it was sent, by the agent's clock
+    memory: float = 0.0  # share of its memory limit that is in use; 0 without a limit
 
 
 class Failed(Message):

@@ -69,15 +69,6 @@ def has_signal(pid: int, which: str, number: int) -> bool:
     return bool(int(mask, 16) >> (number - 1) & 1)
 
 
-def kills_for_memory() -> int:
-    """Count the processes that this machine's kernel has killed for lack of memory since it booted."""
-    with suppress(OSError), open("/proc/vmstat") as f:
-        for line in f:
-            if line.startswith("oom_kill "):
-                return int(line.split()[1])
-    return 0
-
-
 def raise_file_limit() -> None:
     """Let this process and its children open as many files as the system allows, up to a million."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -538,3 +538,26 @@ def test_a_verdict_is_written_once_the_run_directory_is_back(tmp_path: Path, end
     cluster.later(0.5, member)
     assert cluster.verdict is not None and cluster.verdict.decision == "stop"
     assert cluster.verdict.reason.startswith({"failed": "rank 0 on node 0 failed: JobFailed"}.get(ends, ends))
+
+
+@pytest.mark.parametrize(("in_use", "excluded"), [(0.97, []), (0.5, ["node1"])])
+def test_an_agent_that_is_killed_for_memory_accuses_no_machine(
+    tmp_path: Path, in_use: float, excluded: list[str]
+) -> None:
+    """Kubernetes has all processes of a container killed at its memory limit, the agent too."""
+    limits = ("elastic.max_failures_without_progress=3", "elastic.exclude_after=3")
+    cluster = Cluster(tmp_path, "cluster=kubernetes", "cluster.image=i", "nodes=2", *limits)
+    a = cluster.join(0)
+    for i in range(4):
+        b = cluster.join(1, life=str(i))
+        cluster.later(2, a, b)
+        beat = messages.Beat(b.beat.ranks, {}, cluster.now, in_use)
+        cluster.coordinator.on_message(b, beat, cluster.now)
+        cluster.closed(b)
+        cluster.ready(a)
+        cluster.later(2, a)
+    assert [*cluster.run.excluded_hosts()] == excluded
+    if not excluded:
+        assert cluster.verdict is not None and "97% of its memory limit was in use" in cluster.verdict.reason
+        assert "cluster.memory=... or fewer workers of data loaders" in cluster.verdict.reason
+        assert "97%" in cluster.events("node_lost")[0]["why"]
