@@ -128,11 +128,25 @@ def test_a_glance_sees_what_reading_everything_sees(tmp_path: Path) -> None:
     assert glanced.goodput == read.goodput and read.goodput.wall_s == 4000.0 - 100.0
 
 
+def test_a_new_submission_does_not_have_the_speed_of_the_former(tmp_path: Path) -> None:
+    run = recorded_run(tmp_path)
+    add_line(run.metrics, {"step": 20, "tokens_per_s": 100.0, "mfu": 0.4, "attempt": 0, "time": 127.0})
+    status, glanced = RunStatus(run), RunStatus(run)
+    status.update()
+    assert (status.tokens_per_s, status.mfu) == (100.0, 0.4), "that of a run that has ended"
+    add_line(run.events, {"time": 200.0, "event": "submitted", "attempt": 0})
+    status.update()
+    glanced.glance()
+    for each in (status, glanced):
+        assert (each.tokens_per_s, each.mfu, each.eta_s) == (0.0, None, None)
+
+
 def test_a_short_runs_speed_is_not_that_of_its_first_step(tmp_path: Path) -> None:
     run = recorded_run(tmp_path)
     run.metrics.write_text("")
     for step, took_s in enumerate((30.0, 2.0, 2.5, 1.5, 2.0), start=1):
-        add_line(run.metrics, {"step": step, "loss": 1.0, "step_s": took_s, "tokens_per_s": 100 / took_s, "attempt": 0})
+        values = {"loss": 1.0, "step_s": took_s, "tokens_per_s": 100 / took_s, "attempt": 0, "time": 120.0 + step}
+        add_line(run.metrics, {"step": step, **values})
     status = RunStatus(run)
     status.update()
     assert status.tokens_per_s == 50.0 and status.step_s == 2.0
