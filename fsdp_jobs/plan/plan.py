@@ -98,6 +98,9 @@ def make_plan(
     topology, notes = _settled(config, topology or Topology.flat(most, ranks_per_node(config)), least, most)
     if previous_group is None and (problems := list(sharding_problems(config, topology))):
         raise BadInput(problems)
+    if (chosen := accelerator(config)) != config.hardware.accelerator:
+        asks = f"the job asks for {'GPUs' if chosen == 'cuda' else 'no GPUs'} (cluster.accelerator={chosen})"
+        notes.append(f"Warning: the plan is for hardware={config.hardware.name}, but {asks}: change one of the two.")
     shape = shape or shape_of(config)
     option: Option | None = None
     considered: tuple[Considered, ...] = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -30,21 +31,15 @@ class Row:
     runs: list[tuple[int, int, int]]  # shard group, its first and its last rank on these nodes
 
 
-def render(plan: Plan) -> RenderableType:
-    """Render the whole plan for a terminal of 80 columns or more."""
+def render(plan: Plan, in_brief: bool = False) -> RenderableType:
+    """Render a plan for a terminal; in brief, its verdict, reasons and remedies, without the tables."""
     head = Text()
-    parts: list[RenderableType] = [head, _title("Nodes and ranks by shard group"), _nodes(plan), Text()]
     if plan.memory is not None:
         head.append("FITS  " if plan.fits else "DOES NOT FIT  ", "bold green" if plan.fits else "bold red")
-        parts += [
-            _title(f"Peak memory per {device_of(plan)}, during: {plan.memory.moment}"),
-            _memory(plan, plan.memory),
-        ]
-        sent = f"bytes that a node sends per step over {plan.backend}"
-        parts += [Text(), _title(f"Options considered ({len(plan.considered)}); {sent}"), *_options(plan), Text()]
     head.append(title_of(plan), "bold").append(f"\n{summary_of(plan)}\n")
     if plan.time is not None:  # nothing is predicted of an unknown model
         head.append(f"{plan.expected}\n")
+    parts: list[RenderableType] = [head, *([] if in_brief else _tables(plan))]
     parts.append(Text("\n".join(f"- {r}" for r in plan.reasons)))
     if plan.remedies:
         lines = [f"- {' '.join(r.overrides)}   ({r.result})" for r in plan.remedies]
@@ -53,6 +48,16 @@ def render(plan: Plan) -> RenderableType:
         nodes = "" if plan.backend == "gloo" else " and no number of nodes up to 4,096"
         parts.append(Text(f"No setting of this job{nodes} was found to make it fit.", "red"))
     return Group(*parts)
+
+
+def _tables(plan: Plan) -> Iterator[RenderableType]:
+    yield from (_title("Nodes and ranks by shard group"), _nodes(plan), Text())
+    if plan.memory is not None:
+        yield _title(f"Peak memory per {device_of(plan)}, during: {plan.memory.moment}")
+        yield from (_memory(plan, plan.memory), Text())
+        sent = f"bytes that a node sends per step over {plan.backend}"
+        yield _title(f"Options considered ({len(plan.considered)}); {sent}")
+        yield from (*_options(plan), Text())
 
 
 def device_of(plan: Plan) -> str:

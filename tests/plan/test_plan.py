@@ -466,6 +466,24 @@ def test_more_ranks_than_gpus_are_said() -> None:
     assert not warned(16, "hardware=cpu"), "processes share cores"
 
 
+@pytest.mark.parametrize(
+    ("overrides", "asked"),
+    [
+        (("cluster=slurm", "hardware=cpu"), "Warning: the plan is for hardware=cpu, but the job asks for GPUs ("),
+        (("cluster=kubernetes", "cluster.accelerator=cpu"), "is for hardware=h100, but the job asks for no GPUs ("),
+        (("cluster=slurm", "hardware=cpu", "cluster.accelerator=cpu"), ""),
+        (("cluster=slurm",), ""),
+        (("hardware=h100",), ""),
+    ],
+)
+@pytest.mark.parametrize("model", ["model=llama_debug", "script=train.py"])
+def test_a_plan_for_other_devices_than_the_job_asks_for_is_said(
+    overrides: tuple[str, ...], asked: str, model: str
+) -> None:
+    said = [reason for reason in make_plan(job(*overrides, model)).reasons if "(cluster.accelerator=" in reason]
+    assert len(said) == bool(asked) and all(asked in reason for reason in said)
+
+
 def test_links_of_unknown_speed_are_said() -> None:
     unknown = make_plan(job("hardware=h100", "model=llama_1b", "nodes=2", "hardware.inter_node_gb_s=0")).reasons
     assert "Warning: hardware.inter_node_gb_s is not set: the prediction counts no time" in unknown[0]

@@ -88,6 +88,13 @@ def test_a_table_narrower_than_its_title_does_not_break_it(overrides: tuple[str,
     assert f"Options considered ({len(made.considered)}); bytes that a node sends per step over {made.backend}" in lines
 
 
+def test_a_plan_in_brief_has_its_verdict_reasons_and_remedies() -> None:
+    made = plan(1, "model=llama3_8b", "fsdp.accumulate_unsharded=true", "fsdp.chunked_loss=false")
+    whole, text = render_text(made, 120), render_text(made, 120, in_brief=True)
+    assert set(text.splitlines()) < set(whole.splitlines())
+    assert text.startswith("DOES NOT FIT") and "What would make it fit" in text and "Peak memory" not in text
+
+
 def test_many_nodes_are_condensed() -> None:
     text = render_text(plan(256, *FITTING), 120)
     assert "more leaves" in text
