@@ -6,7 +6,8 @@ import json
 import os
 import sys
 import textwrap
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import IO, Any
 
 from rich.console import Console, RenderableType
@@ -15,6 +16,7 @@ from rich.theme import Theme
 
 VERSION = 1  # of the JSON for scripts; grows when a key is removed or changes its meaning
 _NARROWEST = 30  # columns of a table's last cell
+_NARROWEST_TABLE = 60  # columns
 _THEME = Theme({"bar.finished": "green"})  # rich's green of a full bar is the grey of an empty one in 16 colours
 
 
@@ -30,6 +32,15 @@ class _Console(Console):
         """Write to stderr or to stdout from now on, with colours if that is a terminal."""
         self.stderr = stderr
         self._color_system = self._detect_color_system()
+
+    @contextmanager
+    def widened(self) -> Iterator[None]:
+        """Print at least as wide as tables need: a narrower terminal breaks their lines, but no cell is cut."""
+        before, self._width = self._width, max(self.width, _NARROWEST_TABLE)
+        try:
+            yield
+        finally:
+            self._width = before
 
     def on_broken_pipe(self) -> None:
         """Raise BrokenPipeError again, or print nothing more; rich would exit with 1."""
@@ -49,7 +60,11 @@ errors = _Console(stderr=True)
 
 def say(what: RenderableType, style: str | None = None) -> None:
     """Print text without wrapping its lines, or a rich renderable at the width of the terminal."""
-    console.print(what, style=style, soft_wrap=isinstance(what, str | Text))
+    if isinstance(what, str | Text):
+        console.print(what, style=style, soft_wrap=True)
+        return
+    with console.widened():
+        console.print(what, style=style)
 
 
 def complain(what: str, style: str | None = None) -> None:
