@@ -17,6 +17,7 @@ from rich.text import Text
 from fsdp_jobs.cli.follow import Follower, summary
 from fsdp_jobs.cli.runs import print_run
 from fsdp_jobs.config.arguments import RUNS_DIR, ComposingParser, overrides_in, search_path, split_folders
+from fsdp_jobs.config.data import READ_FROM_PATH
 from fsdp_jobs.config.errors import BadInput, nearest
 from fsdp_jobs.config.groups import CONF_DIR
 from fsdp_jobs.config.hydra import as_hydra_reads, compose_job, key_of, register_schemas
@@ -69,6 +70,8 @@ def submit(args: list[str]) -> int:
 def _submit(overrides: Sequence[str], output: str | None = None, as_json: bool = False) -> int:
     (config,) = composed([overrides])
     _say_unused(overrides)
+    if config.data.path is not None and config.data.kind not in READ_FROM_PATH and not config.is_program:
+        say(f"data.path={config.data.path}: no effect with data={config.data.kind}, which reads no path", "yellow")
     if launcher := launcher_in(config):
         cure = f"nproc_per_node=1, or `exec python` in place of {launcher}"
         say(f"{config.script}: if it starts {launcher}, each rank starts a whole node's ranks: {cure}", "yellow")
@@ -78,7 +81,8 @@ def _submit(overrides: Sequence[str], output: str | None = None, as_json: bool =
         raise BadInput.at(f"--output {output}", what, f"dry_run=true --output {job.launcher.output}")
     if job.offline_notes:
         say("\n".join(["rendered without the cluster:", *job.offline_notes]), "yellow")
-    say(render(job.plan))
+    say(render(job.plan, in_brief=True))
+    say("the whole plan, with its tables: fsdp-jobs plan and the job's arguments", "dim")
     if config.dry_run:
         if as_json:
             print_json({"request": str(job.request)})

@@ -17,7 +17,7 @@ from rich.text import Text
 import fsdp_jobs
 from fsdp_jobs.config import habits
 from fsdp_jobs.config.errors import BadInput, JobFailed, name_file, nearest
-from fsdp_jobs.config.groups import groups, summary
+from fsdp_jobs.config.groups import choosing, groups, summary
 from fsdp_jobs.config.terminal import complain, console, errors, say, silence
 from fsdp_jobs.run.env import RANK_STATE_ENV, TRACEBACK_ENV
 from fsdp_jobs.run.table import counted
@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             meant = f"fsdp-jobs {habits.VERBS[word]}" if word in habits.VERBS else habits.meant_by(word)
             program = f"a program: script={found}" if (found := which(word)) else ""
             cure = " ".join(filter(None, [nearest(word, VERBS), program])) or "fsdp-jobs --help"
-            raise BadInput.at(word, "not a verb", meant or cure)
+            raise BadInput.at(word, "not a verb", meant or choosing(word) or cure)
         if verb == "submit" and {"--help", "-h"} & {*args[: habits.program_at(args)]}:
             show_help()
             return 0

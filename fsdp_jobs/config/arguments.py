@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from fsdp_jobs.config.errors import BadInput, Problem
+from fsdp_jobs.config.groups import choosing
 from fsdp_jobs.config.habits import meant_by, one_text
 from fsdp_jobs.config.terminal import console
 
@@ -50,9 +52,28 @@ class ComposingParser(Parser):
         if unknown := [o for o in overrides if o.startswith("-")]:
             cure = "fsdp-jobs --help; if it is a program's: script_args='...', with script= or module="
             raise BadInput(Problem(u, "there is no such flag", meant_by(u) or cure) for u in unknown)
+        if split := [*_split_values(overrides)]:
+            raise BadInput(split)
         if flags.config_dir:
             overrides = [search_path(flags.config_dir), *overrides]
         return flags, overrides
+
+
+def _split_values(overrides: Sequence[str]) -> Iterator[Problem]:
+    """Find values that a shell split at blanks, for want of quotes: words without `=` behind a key."""
+    parts: list[list[str]] = []
+    for word in overrides:
+        if parts and "=" not in word[1:] and not meant_by(word) and not choosing(word):
+            parts[-1].append(word)
+        else:
+            parts.append([word])
+    for first, *rest in parts:
+        key, is_given, value = first.partition("=")
+        if rest and (is_given or meant_by(key).startswith(f"{key}=")):
+            whole = shlex.quote(f"{key}={' '.join([value, *rest]).strip(' =')}")
+            is_complete = bool(value) and value[0] not in "[{"
+            cure = f"one value: {whole}" + f"; or a program: script={rest[0]}" * is_complete
+            yield Problem(" ".join([first, *rest]), "is more than one word", cure)
 
 
 def overrides_in(args: Sequence[str]) -> list[str]:

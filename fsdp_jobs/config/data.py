@@ -14,13 +14,13 @@ from fsdp_jobs.config.schema import DataConfig, HfConfig, JobConfig
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 _TOKEN_BYTES = {"uint16": 2, "uint32": 4}
 _TOKENIZED = ("text", "hf_dataset")
-_READ_FROM_PATH = ("tokens", *_TOKENIZED)
+READ_FROM_PATH = ("tokens", *_TOKENIZED)
 
 
 def data_problems(config: JobConfig, files: bool, shares_files: bool) -> Iterator[Problem]:
     """Check the keys of `data` against each other and against the model; with `files`, the data itself."""
     data, vocab = config.data, getattr(config.model, "vocab_size", 0)
-    if data.kind in _READ_FROM_PATH and files:
+    if data.kind in READ_FROM_PATH and files:
         if data.path is None:
             yield Problem("data.path", f"data={data.kind} needs to know what to read", "data.path=PATH")
         elif shares_files:
@@ -38,7 +38,7 @@ def data_problems(config: JobConfig, files: bool, shares_files: bool) -> Iterato
 def input_paths(config: JobConfig) -> Iterator[Path]:
     """Yield the files and folders of this machine that ranks read: data, tokenizer, weights; not names on the hub."""
     data = config.data
-    named = [data.path if data.kind in _READ_FROM_PATH else None, config.init_from]
+    named = [data.path if data.kind in READ_FROM_PATH else None, config.init_from]
     if data.kind in _TOKENIZED and data.tokenizer != "bytes":
         named.append(data.tokenizer)
     if isinstance(config.model, HfConfig):

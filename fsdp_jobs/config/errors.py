@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
 
-_MOST_BEGINNINGS = 3  # words with the same beginning, to be offered together
+_MOST_TOGETHER = 3  # words with the same beginning or end, to be offered together
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,17 @@ def one_line(words: object) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return `did you mean X?` for known words that begin with this one or are most like it, or the empty string."""
+    """Return `did you mean X?` for known words that begin or end with this one, or are most like it; else nothing.
+
+    A slip seldom changes the first letter: by gpu nobody means cpu, nor h100 by v100.
+    """
     word, names = word.casefold(), {k.casefold(): k for k in known}
-    tails = {k.rpartition(".")[2]: k for k in names}  # the right name in the wrong group counts as near
+    name = word.rpartition(".")[2]  # without its group, which may be the wrong one
+    alike = [k for k in names if k.rpartition(".")[2].lstrip("_")[:1] == name[:1]]
+    tails = {k.rpartition(".")[2]: k for k in alike}
     close = [word] if word in names else [k for k in names if word and k.startswith(word)]
-    if not 0 < len(close) <= _MOST_BEGINNINGS:
-        close = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
-    if not close and (tail := difflib.get_close_matches(word.rpartition(".")[2], tails, n=1, cutoff=0.75)):
-        close = [tails[tail[0]]]
-    return f"did you mean {' or '.join(names[k] for k in close)}?" if close else ""
+    if not 0 < len(close) <= _MOST_TOGETHER:
+        close = difflib.get_close_matches(word, alike, n=1, cutoff=0.6)
+    close = close or [tails[tail] for tail in difflib.get_close_matches(name, tails, n=1, cutoff=0.75)]
+    close = close or [k for k in names if k.endswith(f"_{name}")]
+    return f"did you mean {' or '.join(names[k] for k in close)}?" if 0 < len(close) <= _MOST_TOGETHER else ""

@@ -16,6 +16,11 @@ def groups(*further: Path) -> dict[str, list[str]]:
     return {group: sorted(options[group]) for group in sorted(options)}
 
 
+def choosing(option: str) -> str:
+    """Return `group=option` for each group of `conf/` that has an option of this name; empty if none has."""
+    return " or ".join(f"{group}={option}" for group, options in groups().items() if option in options)
+
+
 def summary(group: str, option: str) -> str:
     """Return the first comment of an option's file."""
     lines = (CONF_DIR / group / f"{option}.yaml").read_text().splitlines()

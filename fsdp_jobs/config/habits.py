@@ -23,7 +23,7 @@ _KEYS = _by_word(  # flags and keys, with underscores for dashes
         "nproc_per_node={}": "nproc gpus num_gpus gpus_per_node ntasks_per_node",
         "module={}": "m",
         "elastic.max_failures_without_progress={}": "max_restarts",
-        "name={}": "job_name J hydra.job.name",
+        "name={}": "job_name J hydra.job.name run_name experiment_name",
         "runs_dir={}": "hydra.run.dir",
         "sweep.dir={}": "hydra.sweep.dir",
         "--multirun": "hydra.mode",
@@ -38,6 +38,8 @@ _KEYS = _by_word(  # flags and keys, with underscores for dashes
         "data.seq_len={}": "max_seq_len seq_length sequence_length block_size",
         "steps={}": "max_steps num_steps train_steps",
         "optim.lr={}": "learning_rate",
+        "fsdp.param_dtype=bf16": "bf16",
+        "fsdp.param_dtype=fp16": "fp16",
         "steps=...: optimizer steps in all": "epochs num_epochs num_train_epochs",
         "leave it out: data.global_batch, of all ranks, by data.micro_batch gives it": "gradient_accumulation_steps",
         "leave it out: the launcher starts the program": "python python3 torchrun accelerate composer deepspeed launch",
@@ -67,6 +69,7 @@ _OPTIONS = {  # a group's option by another tool's name -> ours
     "cluster=k8s": "cluster=kubernetes",
 }
 OTHERS = {  # of a group, besides its options
+    "data": "token ids: data=tokens data.path=FILE; Hugging Face: data=hf_dataset data.path=NAME",
     "model": "a model of transformers: model=hf model.name_or_path=NAME",
     "hardware": "another GPU: the nearest of these, with its own hardware.memory_gib=, hardware.bf16_tflops= and so on",
 }

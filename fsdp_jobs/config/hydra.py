@@ -25,7 +25,7 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
 
 from fsdp_jobs.config.errors import BadInput, Problem, nearest
-from fsdp_jobs.config.groups import CONF_DIR, groups
+from fsdp_jobs.config.groups import CONF_DIR, choosing, groups
 from fsdp_jobs.config.habits import OTHERS, meant_by, one_text, option_meant_by
 from fsdp_jobs.config.keys import dotted
 from fsdp_jobs.config.schema import SCHEMAS, JobConfig
@@ -274,7 +274,7 @@ class _Composer:
                 key, is_given, value = text.partition("=")
                 if is_given:
                     return Problem(text, "Hydra cannot read this value", f'"{key}={one_text(value)}"')
-                cure = meant_by(text) or f"quote values; a program: script={key}"
+                cure = meant_by(text) or choosing(text) or f"{text}=VALUE; a program: script={text}"
                 return Problem(text, "is not of the form key=value", cure)
         override = self._parsed[text]
         group = override.key_or_group
@@ -294,7 +294,7 @@ class _Composer:
         is_open = any(f"{key}.".startswith(o) and o[:-1] in keys for o in _OPEN)
         if key not in keys and (override.is_delete() or not is_open):
             hint = _other_options(key, keys) or meant_by(text) or nearest(key, [*keys, *self.options])
-            return Problem(text, "there is no such key", hint or "python -m fsdp_jobs --cfg job lists all keys")
+            return Problem(text, "there is no such key", hint or "fsdp-jobs --cfg job lists all keys")
         if override.is_delete() and key.startswith(_OPEN):
             mapping, _, name = key.rpartition(".")
             with open_dict(config):

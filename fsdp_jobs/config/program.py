@@ -85,9 +85,9 @@ def _file(script: str) -> Iterator[Problem]:
     if path.is_dir():
         yield Problem(where, "is a folder", f"a file in it, or module={path.name}")
     elif not path.exists():
-        files = [str(f) for f in path.parent.glob("*") if f.is_file()]
+        files = [f.name for f in path.parent.glob("*") if f.is_file()]
         what = f"there is no such file in {Path.cwd()}" if not path.is_absolute() else "there is no such file"
-        yield Problem(where, what, f"script={found}" if (found := shutil.which(script)) else nearest(script, files))
+        yield Problem(where, what, f"script={found}" if (found := shutil.which(script)) else nearest(path.name, files))
     elif not script.endswith(".py") and not os.access(path, os.X_OK):
         yield Problem(where, "is neither Python (.py) nor executable", f"chmod +x {shlex.quote(script)}")
 

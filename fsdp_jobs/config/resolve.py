@@ -45,7 +45,7 @@ def ranks_per_node(config: JobConfig) -> int:
         return config.hardware.gpus_per_node
     ranks = config.nproc_per_node
     if not isinstance(ranks, int) or ranks < 1:
-        raise BadInput.at(f"nproc_per_node={ranks}", "is neither auto nor a number of at least 1")
+        raise BadInput.at(f"nproc_per_node={ranks}", "is neither auto nor a number of at least 1", "nproc_per_node=8")
     return int(ranks)  # YAML reads true as a number
 
 

@@ -167,6 +167,6 @@ def find_sweep(name: str, runs_dir: str) -> Sweep:
     """
     sweeps = sweeps_in(runs_dir)
     if name not in sweeps:
-        known = f"one of {', '.join(sweeps)}" if sweeps else "python -m fsdp_jobs --multirun ... makes one"
+        known = f"one of {', '.join(sweeps)}" if sweeps else "fsdp-jobs --multirun ... makes one"
         raise BadInput.at(name, f"no run under {runs_dir}/ belongs to such a sweep", nearest(name, sweeps) or known)
     return sweeps[name]

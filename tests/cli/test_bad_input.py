@@ -13,7 +13,7 @@ import pytest
 
 from fsdp_jobs.cli.main import main
 from fsdp_jobs.config.arguments import search_path
-from fsdp_jobs.config.errors import BadInput
+from fsdp_jobs.config.errors import BadInput, nearest
 from fsdp_jobs.config.hydra import compose_job
 from tests.jobs import called, cli, environment
 from tests.recorded import recorded_run
@@ -38,7 +38,7 @@ CASES = [
     (["cluster=slurm", "cluster.secret_env.KEY=x"], "-> a key of cluster=kubernetes\n"),
     (["model.name_or_path=x"], "-> a key of model=hf\n"),
     (["checkpoint.memory.every_step=1"], "did you mean checkpoint.memory.every_steps?"),
-    (["cluster.env.A"], "-> quote values"),
+    (["cluster.env.A"], "-> cluster.env.A=VALUE"),
     (["rm", "first"], "-> fsdp-jobs prune --older-than 30d"),
     (["name=été"], "name=été: not a valid run name"),
     (["data.tokenizer=été"], "-> \"data.tokenizer='été'\""),
@@ -109,6 +109,16 @@ CASES = [
     (["nodes", "4"], "nodes: not a verb\n      -> nodes=...\n"),
     (["plan", "cluster", "slurm"], "cluster: is not of the form key=value\n      -> cluster=...\n"),
     (["name=my run"], "-> my-run; runs_dir="),
+    (["plan", "nodes", "=", "4"], "nodes = 4: is more than one word\n      -> one value: nodes=4\n"),
+    (["fsdp.wrap_classes=[A,", "B]"], "is more than one word\n      -> one value: 'fsdp.wrap_classes=[A, B]'\n"),
+    (["script=a.py", "script_args=--lr", "1"], "-> one value: 'script_args=--lr 1'; or a program: script=1\n"),
+    (["--multirun", "seed=1,", "2"], "seed=1, 2: is more than one word\n"),
+    (["doctor", "slurm"], "slurm: is not of the form key=value\n      -> cluster=slurm\n"),
+    (["llama3_8b"], "llama3_8b: not a verb\n      -> model=llama3_8b\n"),
+    (["batch=32"], "-> did you mean data.global_batch or data.micro_batch?\n"),
+    (["bf16=true"], "-> fsdp.param_dtype=bf16\n"),
+    (["data=train.bin"], "-> token ids: data=tokens data.path=FILE; "),
+    (["nproc_per_node=gpu"], "-> nproc_per_node=8\n"),
     (["sh", "run.sh"], f"sh: not a verb\n      -> a program: script={shutil.which('sh')}\n"),
     (["status", "runs/first_1"], "-> first_1; runs_dir="),
     (["data.vocab_size=32000"], "-> a larger model.vocab_size, or other data\n"),
@@ -139,6 +149,12 @@ def test_bad_input_is_explained_and_does_nothing(
 def test_no_key_can_be_smuggled_in(override: str) -> None:
     with pytest.raises(BadInput):
         compose_job([override])
+
+
+def test_nothing_else_is_offered_for_a_word_with_another_first_letter() -> None:
+    known = ["cpu", "h100", "attach", "data.micro_batch"]
+    assert [nearest(word, known) for word in ("gpu", "v100")] == ["", ""]
+    assert nearest("batch", known) == "did you mean data.micro_batch?"
 
 
 def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
@@ -293,6 +309,16 @@ def test_tokens_beyond_the_vocabulary_and_half_tokens_are_found_before_anything_
     (tmp_path / "odd.bin").write_bytes(bytes(1001))
     done = called(tmp_path, "data=tokens", f"data.path={tmp_path}/odd.bin", "data.vocab_size=256")
     assert done.returncode == 2 and "not a whole number of uint16" in done.stderr
+
+
+@pytest.mark.parametrize(("data", "is_said"), [("python_stdlib", True), ("text", False)])
+def test_a_path_that_nothing_reads_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], data: str, is_said: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.txt").write_text("text")
+    assert main(["dry_run=true", f"data={data}", "data.path=mine.txt"]) == 0
+    assert ("data.path=mine.txt: no effect with data=python_stdlib" in capsys.readouterr().out) == is_said
 
 
 def test_a_plan_needs_no_data(tmp_path: Path) -> None:
