@@ -104,8 +104,8 @@ def parser_of(verb: str) -> argparse.ArgumentParser | None:
 
 def verbs(_: str) -> Iterator[str]:
     """Yield a section for each verb: what it does, and its arguments."""
-    for verb, (_where, about) in cli.VERBS.items():
-        text = re.split(rf": {verb}| \[", about)[0]
+    for verb in cli.VERBS:
+        text = cli.what_of(verb)
         yield from (f"### {verb}", "", f"{text[0].upper()}{text[1:]}.", "")
         parser = parser_of(verb)
         rows = [_argument(action) for action in parser._actions if action.dest != "help"] if parser else []

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_jobs.cli.main import VERBS, main
+from fsdp_jobs.config.groups import groups
 from fsdp_jobs.run.directory import RunDir
 from tests.jobs import environment
 from tests.world import TINY
@@ -66,15 +68,11 @@ def test_no_torch_in_a_detached_submit_nor_in_what_follows_it(tmp_path: Path) ->
 
 def test_help_names_every_verb_and_group(tmp_path: Path) -> None:
     shown = _run(tmp_path, ["--help"])
-    for word in (
-        "plan",
-        "status",
-        "logs",
-        "cancel",
-        "list",
-        "resume",
-        "export",
-        "fsdp=hybrid_shard",
-        "model=llama3_8b",
-    ):
-        assert word in shown
+    assert {*VERBS, *groups(), "hybrid_shard", "llama3_8b"} <= {*shown.split()}
+    assert len(shown.splitlines()) < 60, "one screen"
+
+
+def test_help_of_a_group_describes_its_options(capsys: pytest.CaptureFixture[str]) -> None:
+    for args in (["help", "fsdp"], ["fsdp", "--help"]):
+        assert main(args) == 0
+        assert "  fsdp=no_shard   " in (shown := capsys.readouterr().out) and "cluster" not in shown

@@ -146,7 +146,7 @@ def test_the_installed_wheel_runs_a_job_from_an_empty_folder(installed: Path, tm
     assert version == next(installed.parent.rglob("fsdp_jobs-*.dist-info")).name.split("-")[1].removesuffix(".dist")
     assert where.is_relative_to(installed.parent) and not where.is_symlink()
     assert (where / "py.typed").is_file() and not (where / "conf").is_symlink()
-    assert "cluster=local" in run("python", "-m", "fsdp_jobs", "--help")
+    assert "cluster=local" in run("python", "-m", "fsdp_jobs", "help", "cluster")
     assert "complete -o default" in run("fsdp-jobs", "completion", "bash")
     small = ("model.dim=64", "model.n_layers=2", "model.n_heads=4", "model.n_kv_heads=2", "model.ffn_dim=96")
     data = ("data.global_batch=4", "data.seq_len=32", "data.workers=0")

@@ -6,8 +6,9 @@ import errno
 import importlib
 import io
 import os
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from shutil import which
 
@@ -95,13 +96,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args == ["--version"]:
             print(f"fsdp_jobs {fsdp_jobs.__version__}", flush=True)
             return 0
+        asks_help = verb == "submit" and bool({"--help", "-h"} & {*args[: habits.program_at(args)]})
+        if asks_help and args[0] in groups():
+            _show_rows((f"{args[0]}={option}", summary(args[0], option)) for option in groups()[args[0]])
+            return 0
         if verb == "submit" and args and args[0].isidentifier():
             word = args[0]
             meant = f"fsdp-jobs {habits.VERBS[word]}" if word in habits.VERBS else habits.meant_by(word)
             program = f"a program: script={found}" if (found := which(word)) else ""
             cure = " ".join(filter(None, [nearest(word, VERBS), program])) or "fsdp-jobs --help"
             raise BadInput.at(word, "not a verb", meant or choosing(word) or cure)
-        if verb == "submit" and {"--help", "-h"} & {*args[: habits.program_at(args)]}:
+        if asks_help:
             show_help()
             return 0
         if verb in ("submit", "plan"):
@@ -156,25 +161,20 @@ def _bad_input(error: BadInput) -> int:
     return EXIT_BAD_INPUT
 
 
+def what_of(verb: str) -> str:
+    """Return what a verb does, without its arguments."""
+    return re.split(rf": {verb}| \[", VERBS[verb][1])[0]
+
+
 def show_help() -> None:
-    """Print every verb and every option of every group, one per line."""
+    """Print the verbs, and the groups with their options, on one screen."""
     say("Plan, launch and keep alive FSDP training.\n")
     say("  fsdp-jobs [verb] [group=option ...] [key=value ...]")
     say("  fsdp-jobs [key=value ...] train.py --lr 3e-4     (your program; or -m pkg.train)\n")
-    verbs, options = Table.grid(padding=(0, 3)), Table.grid(padding=(0, 3))
-    for verb, (_, text) in VERBS.items():
-        verbs.add_row(f"  {verb}", text)
-    verbs.columns[1].overflow = "fold"  # no word is cut in a narrow terminal
-    say("verbs", "bold")
-    say(verbs)
-    say(Text.assemble(("\ngroups", "bold"), " (the first comment of each file in conf/)"))
-    for group, names in groups().items():
-        for name in names:
-            options.add_row(f"  {group}={name}", summary(group, name))
-    options.columns[1].overflow = "fold"
-    options.columns[0].no_wrap = True
-    options.columns[0].min_width = 36
-    say(options)
+    say(Text.assemble(("verbs", "bold"), "   fsdp-jobs help VERB shows the arguments"))
+    _show_rows((verb, what_of(verb)) for verb in VERBS)
+    say(Text.assemble(("\ngroups", "bold"), "  fsdp-jobs help GROUP describes the options"))
+    _show_rows((group, " ".join(options)) for group, options in groups().items())
     say(
         Text.assemble(
             ("\noften changed", "bold"),
@@ -184,3 +184,12 @@ def show_help() -> None:
             "          --cfg job  --multirun  --config-dir DIR  --info  --hydra-help",
         )
     )
+
+
+def _show_rows(rows: Iterable[tuple[str, str]]) -> None:
+    table = Table.grid(padding=(0, 3))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")  # no word is cut in a narrow terminal
+    for name, about in rows:
+        table.add_row(f"  {name}", about)
+    say(table)

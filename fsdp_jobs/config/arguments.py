@@ -39,7 +39,7 @@ class ComposingParser(Parser):
 
     def __init__(self, verb: str):
         super().__init__(verb)
-        self.epilog = "Also group=option and key=value of the job; fsdp-jobs --help lists them."
+        self.epilog = "Also group=option and key=value of the job; fsdp-jobs --help names them."
         self.add_argument("--config-dir", "-cd", metavar="DIR", help="a folder with options of your own")
 
     def parse(self, args: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
