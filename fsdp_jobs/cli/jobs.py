@@ -16,7 +16,7 @@ from rich.text import Text
 
 from fsdp_jobs.cli.follow import Follower, summary
 from fsdp_jobs.cli.runs import print_run
-from fsdp_jobs.config.arguments import RUNS_DIR, ComposingParser, overrides_in, search_path, split_folders
+from fsdp_jobs.config.arguments import RUNS_DIR, ComposingParser, Parser, overrides_in, search_path, split_folders
 from fsdp_jobs.config.data import READ_FROM_PATH
 from fsdp_jobs.config.errors import BadInput, nearest
 from fsdp_jobs.config.groups import CONF_DIR
@@ -221,7 +221,9 @@ def _among(args: list[str], flags: Sequence[str]) -> list[str]:
 def _print_by_hydra(args: list[str]) -> int:
     import hydra
 
-    flags = hydra._internal.utils.get_args_parser().parse_intermixed_args(args)
+    parser = hydra._internal.utils.get_args_parser()
+    parser.error = Parser("--cfg job").error  # type: ignore[method-assign]  # as other bad input
+    flags = parser.parse_intermixed_args(args)
     folder = [search_path(flags.config_dir)] if flags.config_dir else []
     compose_job([*folder, *flags.overrides])  # names what does not fit, with the nearest key
     register_schemas()

@@ -88,6 +88,8 @@ CASES = [
     (["~optim"], "~optim: every job has this key\n      -> optim=VALUE"),
     (["name=${oc.env:NO_SUCH}"], "name: KeyError raised while resolving interpolation"),
     (["submitt"], "did you mean submit?"),
+    (["-c"], "argument --cfg/-c: expected one argument\n      -> fsdp-jobs --cfg job"),
+    (["-c", "jobs"], "invalid choice: 'jobs'"),
     (["cluster=docker", "cluster.env=A"], "is not a mapping\n      -> one at a time, KEY.NAME=VALUE"),
     (["tracking=mlflow", "tracking.uri=mlflow:5000"], "has no scheme\n      -> http://mlflow:5000, or https"),
     (["runs_dir=", "checkpoint.dir="], "2. checkpoint.dir=: names no folder\n      -> is a variable"),
