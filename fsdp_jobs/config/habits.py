@@ -70,6 +70,7 @@ _OPTIONS = {  # a group's option by another tool's name -> ours
 }
 OTHERS = {  # of a group, besides its options
     "data": "token ids: data=tokens data.path=FILE; Hugging Face: data=hf_dataset data.path=NAME",
+    "experiment": "one of your own: --config-dir FOLDER, in which it is experiment/NAME.yaml",
     "model": "a model of transformers: model=hf model.name_or_path=NAME",
     "hardware": "another GPU: the nearest of these, with its own hardware.memory_gib=, hardware.bf16_tflops= and so on",
 }
@@ -140,6 +141,12 @@ def program_as_overrides(args: Sequence[str]) -> list[str]:
         words = re.sub(r"(\\*)\$\{", lambda m: rf"{2 * m[1]}\${{", shlex.join(own))  # `${...}` is for the program
         overrides.append(f"script_args={one_text(words)}")
     return overrides
+
+
+def one_list(values: Sequence[str]) -> str:
+    """Quote values so that Hydra reads them as a list of strings."""
+    quoted = ",".join(one_text(value.strip(" '\"")) for value in values)
+    return f"[{quoted}]"
 
 
 def one_text(value: str) -> str:

@@ -26,7 +26,7 @@ from yaml import YAMLError
 
 from fsdp_jobs.config.errors import BadInput, Problem, nearest
 from fsdp_jobs.config.groups import CONF_DIR, choosing, groups
-from fsdp_jobs.config.habits import OTHERS, meant_by, one_text, option_meant_by
+from fsdp_jobs.config.habits import OTHERS, meant_by, one_list, one_text, option_meant_by
 from fsdp_jobs.config.keys import dotted
 from fsdp_jobs.config.schema import SCHEMAS, JobConfig
 
@@ -50,6 +50,7 @@ _PATHS = (
     "checkpoint.local_dir",
     "cluster.topology",
     "init_from",
+    "model.name_or_path",
 )
 
 _FAILURES = (HydraException, OmegaConfBaseException, YAMLError, ValueError)  # the last: group=null, files not in UTF-8
@@ -244,7 +245,9 @@ class _Composer:
                 problems.append(override)
             elif override.is_sweep_override():
                 if not sweep:
-                    problems.append(Problem(text, "names several values", "add --multirun to run each of them"))
+                    one = f'"{key_of(text)}={one_text(text.partition("=")[2])}"'
+                    cure = f"add --multirun to run each of them; if it is one: {one}"
+                    problems.append(Problem(text, "names several values", cure))
             elif override.is_delete() or not (
                 override.key_or_group in self.options or override.key_or_group.startswith(_HYDRAS)
             ):
@@ -273,7 +276,8 @@ class _Composer:
             except HydraException:
                 key, is_given, value = text.partition("=")
                 if is_given:
-                    return Problem(text, "Hydra cannot read this value", f'"{key}={one_text(value)}"')
+                    quoted = one_list(value[1:-1].split(",")) if re.fullmatch(r"\[.*\]", value) else one_text(value)
+                    return Problem(text, "Hydra cannot read this value", f'"{key}={quoted}"')
                 cure = meant_by(text) or choosing(text) or f"{text}=VALUE; a program: script={text}"
                 return Problem(text, "is not of the form key=value", cure)
         override = self._parsed[text]
@@ -325,7 +329,6 @@ _OF_VALUES = {  # part of OmegaConf's message about a value's type -> the fact, 
     "converted to Float": ("is not a number", "digits: 0.5, or 1e-4"),
     "not a valid bool": ("is neither true nor false", ""),
     "is not Optional": ("needs a value", ""),
-    "is not a ListConfig": ("is not a list", "in brackets: [A,B]"),
     "to Dict": ("is not a mapping", "one at a time, KEY.NAME=VALUE"),
 }
 
@@ -339,6 +342,8 @@ def _of_value(text: str, message: str) -> Problem:
         return Problem(text, _OF_VALUES[_OF_INTEGERS][0], cure)
     if _OF_INTEGERS in message and re.fullmatch(r"(?i)\d+(\.\d*)?e\d+", value) and float(value).is_integer():
         return Problem(text, "is not written as a whole number", f"{key}={float(value):.0f}")
+    if "is not a ListConfig" in message:
+        return Problem(text, "is not a list", f'"{key}={one_list([value])}"')
     what, cure = next((ours for part, ours in _OF_VALUES.items() if part in message), (message, ""))
     return Problem(text, what, cure)
 

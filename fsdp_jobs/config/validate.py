@@ -15,6 +15,8 @@ from fsdp_jobs.config.program import program_problems
 from fsdp_jobs.config.resolve import node_range, probe_every_steps, ranks_per_node
 from fsdp_jobs.config.schema import HfConfig, JobConfig, LlamaConfig, NoModelConfig
 
+_MODEL = "model.name_or_path"
+
 
 def config_problems(config: JobConfig, files: bool, is_offline: bool = False) -> Iterator[Problem]:
     """Yield the problems of a configuration; without `files`, as for a plan, data is not checked.
@@ -55,6 +57,11 @@ def _relations(config: JobConfig) -> Iterator[Problem]:
     for key, folder in folders.items():
         if folder == "":
             yield Problem(f"{key}=", "names no folder", "is a variable of your shell not set?")
+    data, model = None if config.is_program else config.data.path, getattr(config.model, "name_or_path", None)
+    paths = folders | {"script": config.script, "data.path": data, "init_from": config.init_from, _MODEL: model}
+    for key, path in paths.items():
+        if path is not None and path.startswith("~/"):
+            yield Problem(f"{key}={path}", "a shell does not replace ~ behind a key", f"{key}=$HOME{path[1:]}")
     if config.fsdp.activation_offload and config.fsdp.activation_checkpointing == "none":
         what = "offloads what activation checkpointing keeps, and fsdp.activation_checkpointing=none"
         yield Problem("fsdp.activation_offload=true", what, "fsdp.activation_checkpointing=full")
@@ -118,7 +125,7 @@ def _llama(model: LlamaConfig) -> Iterator[Problem]:
 
 
 def _hf(model: HfConfig) -> Iterator[Problem]:
-    where, folder = f"model.name_or_path={model.name_or_path}", Path(model.name_or_path)
+    where, folder = f"{_MODEL}={model.name_or_path}", Path(model.name_or_path)
     if importlib.util.find_spec("transformers") is None:
         yield Problem("model=hf", "transformers is not installed", "pip install 'fsdp_jobs[hf]', here and on the nodes")
     if folder.is_dir() and not (folder / "config.json").is_file():

@@ -147,13 +147,14 @@ def prepare(configs: Sequence[JobConfig]) -> list[Prepared]:
     asked: dict[str, list[str]] = {}
     submission = new_submission()
     for config in configs:
-        if (folder := config.checkpoint.dir) and "://" not in folder:  # so that it is found from other folders, too
-            config = replace(config, checkpoint=replace(config.checkpoint, dir=str(as_written(folder))))
         try:
             launcher = launcher_of(config.cluster.launcher)
             if (cluster := repr((config.cluster, config.dry_run))) not in asked:  # only once: it may not answer
                 asked[cluster] = launcher.offline_notes(config) if config.dry_run else []
             notes = asked[cluster]
+            validate(config, is_offline=bool(notes))
+            if (folder := config.checkpoint.dir) and "://" not in folder:  # so that it is found from other folders, too
+                config = replace(config, checkpoint=replace(config.checkpoint, dir=str(as_written(folder))))
             run = _open(config, [job.run for job in jobs], is_offline=bool(notes))
             before = run.read_job()
             if not notes:
@@ -174,8 +175,7 @@ def prepare(configs: Sequence[JobConfig]) -> list[Prepared]:
 
 
 def _open(config: JobConfig, taken: Sequence[RunDir], is_offline: bool) -> RunDir:
-    """Validate a configuration and, unless offline, the run that it continues; return its run directory."""
-    validate(config, is_offline=is_offline)
+    """Return a configuration's run directory; unless offline, validate the run that it continues."""
     run = run_dir_of(config)
     if any(run.path == other.path for other in taken):
         raise BadInput.at(f"name={run.name}", "names two jobs of the same submission")
