@@ -156,7 +156,7 @@ def test_every_verb_shows_its_arguments(args: list[str], capsys: pytest.CaptureF
         code = e.code
     shown = capsys.readouterr()
     assert code == 0, shown.err
-    assert args == ["help"] or f"fsdp-jobs {args[args[0] == 'help']}" in shown.out or "\nverbs\n" in shown.out
+    assert args == ["help"] or f"fsdp-jobs {args[args[0] == 'help']}" in shown.out or "\nverbs " in shown.out
 
 
 @pytest.mark.parametrize("columns", ["40", "60"])
