@@ -151,8 +151,8 @@ class RunStatus:
             case events.Submitted():
                 self._before_s = self._wall_s
                 self._begun = self._queued = event.time
-                self._recent.clear()  # its speed is another one
-                self.mfu = None
+                self._recent.clear()  # nodes and speed were those of the former submission
+                self.nodes, self.mfu = [], None
                 self.steps = self.run.read_job().get("steps")
                 self._enter("submitted", WAITING)
             case events.AttemptStarted():

@@ -128,7 +128,7 @@ def test_a_glance_sees_what_reading_everything_sees(tmp_path: Path) -> None:
     assert glanced.goodput == read.goodput and read.goodput.wall_s == 4000.0 - 100.0
 
 
-def test_a_new_submission_does_not_have_the_speed_of_the_former(tmp_path: Path) -> None:
+def test_a_new_submission_does_not_have_the_speed_and_nodes_of_the_former(tmp_path: Path) -> None:
     run = recorded_run(tmp_path)
     add_line(run.metrics, {"step": 20, "tokens_per_s": 100.0, "mfu": 0.4, "attempt": 0, "time": 127.0})
     status, glanced = RunStatus(run), RunStatus(run)
@@ -138,7 +138,7 @@ def test_a_new_submission_does_not_have_the_speed_of_the_former(tmp_path: Path) 
     status.update()
     glanced.glance()
     for each in (status, glanced):
-        assert (each.tokens_per_s, each.mfu, each.eta_s) == (0.0, None, None)
+        assert (each.tokens_per_s, each.mfu, each.eta_s, each.nodes) == (0.0, None, None, [])
 
 
 def test_a_short_runs_speed_is_not_that_of_its_first_step(tmp_path: Path) -> None:
