@@ -85,6 +85,7 @@ VERBS = _by_word(
         "cancel --now": "kill",
         "prune --older-than 30d": "rm delete",
         "--version": "version",
+        "--multirun": "multirun",
     }
 )
 

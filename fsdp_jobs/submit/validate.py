@@ -15,8 +15,11 @@ from fsdp_jobs.plan.plan import sharding_problems
 from fsdp_jobs.plan.topology import Topology
 from fsdp_jobs.run.directory import RunDir, checkpoints_of
 from fsdp_jobs.run.identity import identity_of
+from fsdp_jobs.run.table import listed
 from fsdp_jobs.run.tail import newest_json_lines
 from fsdp_jobs.run.verdict import Verdict
+
+_MOST_CHANGES = 8  # with more, it is another job
 
 
 def validate(config: JobConfig, files: bool = True, is_offline: bool = False) -> None:
@@ -87,6 +90,8 @@ def training_changes(config: JobConfig, run: RunDir) -> list[Problem]:
     before, now = training_values(load_config(run.config)), training_values(config)
     changed = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
     what, cure = f"run {run.name} was trained with", "another name=..., or allow_config_change=true if you mean it"
+    if len(changed) > _MOST_CHANGES:
+        return [Problem(f"name={run.name}", f"names another job: {listed(changed, of='settings')} differ", cure)]
     return [
         Problem(f"{key}={now.get(key)}", f"{what} {before.get(key)}", cure if key == changed[-1] else "")
         for key in changed

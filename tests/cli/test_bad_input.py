@@ -211,6 +211,10 @@ def test_another_training_configuration_under_the_same_name_is_refused(tmp_path:
     assert done.returncode == 2
     assert "optim.lr=0.5: run mine was trained with 0.001" in done.stderr and "seed=3" in done.stderr
     assert "2 problems" in done.stderr and done.stderr.count("allow_config_change=true") == 1, "only what differs"
+    (tmp_path / "train.py").touch()
+    done = called(tmp_path, "name=mine", "dry_run=true", "train.py")
+    assert "1 problem" in done.stderr and "name=mine: names another job: " in done.stderr, "one screen"
+    assert "more settings differ\n      -> another name=" in done.stderr
     for allowed in (["steps=999"], ["nodes=4"], ["fsdp=full_shard"], ["optim.lr=0.5", "allow_config_change=true"]):
         assert called(tmp_path, "name=mine", "dry_run=true", *allowed).returncode == 0, allowed
 
