@@ -150,8 +150,9 @@ def _facts(status: RunStatus) -> Iterator[tuple[str, str]]:
     if status.loss is not None and status.first_loss is not None:
         yield "loss", f"{status.first_loss:.3f} -> {status.loss:.3f} over {counted(status.step, 'step')}"
     if recoveries := [b.recovered for b in status.breaks if not b.is_planned]:
-        repeated = counted(status.lost_steps, "step") if status.has_steps else "- steps"
-        yield "failures", f"{len(recoveries)}: {', '.join(recoveries)} until the next step; {repeated} repeated"
+        repeated = f"{counted(status.lost_steps, 'step')} repeated"
+        costs = f": {', '.join(recoveries)} until the next step; {repeated}" if status.has_steps else ""
+        yield "failures", f"{len(recoveries)}{costs}"
     yield from goodput_of(status)
     if status.tokens_per_s:
         plan = Plan.of(status.run)

@@ -217,6 +217,18 @@ def test_a_node_that_joins_is_no_failure_at_the_end(tmp_path: Path, capsys: pyte
     assert "failures    1: " in capsys.readouterr().out
 
 
+def test_failures_of_a_program_without_steps_are_only_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = faulty_run(tmp_path, 2)
+    run.metrics.write_text("")
+    write_atomic(run.job, json.dumps({**run.read_job(), "steps": None}))
+    status = RunStatus(run)
+    status.update()
+    summary(status)
+    assert "\n  failures    2\n" in capsys.readouterr().out
+
+
 def test_what_a_round_waited_for_is_over_when_it_starts(tmp_path: Path) -> None:
     run = faulty_run(tmp_path, 1)
     add_line(run.events, {"time": 20.0, "event": "waiting", "attempt": 0, "why": "0/3 machines have GPUs"})
