@@ -92,7 +92,7 @@ def _files(folder: Path) -> Iterator[Path]:
     listing = ["git", "-C", str(folder), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     done = subprocess.run(listing, capture_output=True) if shutil.which("git") else None
     if done is not None and done.returncode == 0:
-        listed = (name.decode() for name in done.stdout.split(b"\0") if name)
+        listed = (os.fsdecode(name) for name in done.stdout.split(b"\0") if name)
         found = (folder / name for name in listed if f"/{SHARED}" not in name)
         yield from (f for f in found if f.is_symlink() or f.is_file())  # neither deleted nor a submodule
         return

@@ -55,6 +55,13 @@ def test_copies_what_is_on_disk_and_not_what_git_ignores(tmp_path: Path) -> None
     assert (copy / "train.py").read_text() == "changed later", "the next submission takes the place of the last one's"
 
 
+def test_takes_a_file_whose_name_is_not_text(tmp_path: Path) -> None:
+    """As one that was unpacked on a machine with another encoding: it refused every submission with a traceback."""
+    name = os.fsdecode(b"M\xfcller.py")
+    (project(tmp_path) / name).touch()
+    assert Path(name) in take(tmp_path, tmp_path / "runs", limit_mb=100).files
+
+
 def test_without_git_a_folder_closed_to_this_user_is_no_code() -> None:
     """A colleague's in a folder that both share, or `lost+found` of a disk."""
     with TemporaryDirectory() as name:  # pytest's own folders are closed to others
