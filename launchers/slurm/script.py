@@ -248,9 +248,10 @@ def _switches(cluster: SlurmClusterConfig, plan: Plan, nodes: int, topology: Top
 
 
 def _quote_option(option: str) -> str:
-    """Quote the value of an option for a line of a script: sbatch reads it as a shell does."""
+    """Quote the value of an option for a line of a script: sbatch reads it as a shell does, but for backslashes."""
     key, equals, value = option.partition("=")
-    return f"{key}{equals}{shlex.quote(value)}" if equals else shlex.quote(option)
+    quoted = f"{key}{equals}{shlex.quote(value)}" if equals else shlex.quote(option)
+    return quoted.replace("\\", r"\\")  # they escape within quotes, too
 
 
 def margin_s(save_s: float, step_s: float, grace_s: float) -> int:

@@ -38,19 +38,24 @@ def sbatch(folder: Path, script: str) -> str:
                 *(f"--unset={name}" for name in foreign),
                 "sh",
                 "-c",
-                'exec sbatch --parsable "$0" 2>&1',
+                'exec sbatch --parsable "$0" >"$1" 2>&1',
                 str(submission_file_path),
+                str(said),
             ]
 
         @staticmethod
         def _get_job_id_from_submission_command(string: bytes | str) -> str:
-            return client.id_in(str(string))
+            return client.id_in(said.read_text(errors="replace"))
 
     folder.mkdir(parents=True, exist_ok=True)
+    said = folder / ".said"  # a file, because submitit takes only UTF-8, and messages of a site may be in any encoding
+    said.touch()
     try:
         return str(Executor(folder)._submit_command(script).job_id)
     except (RuntimeError, OSError) as e:  # of submitit: refused, or there is no srun here
-        raise JobFailed(f"sbatch: {answer(str(getattr(e.__cause__, 'output', '') or e.__cause__ or e))}") from e
+        raise JobFailed(f"sbatch: {answer(said.read_text(errors='replace') or str(e.__cause__ or e))}") from e
+    finally:
+        said.unlink()
 
 
 Groups = list[list[int]]  # indices of jobs with equal scripts

@@ -89,9 +89,9 @@ def test_all_are_submitted_or_none(slurm: Path) -> None:
 def test_what_a_site_says_to_a_job_that_it_takes_is_passed_on_and_no_number_in_it_is_the_jobs(
     slurm: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    say(slurm, "sbatch", "echo 'Hello, job 12 has ended'; echo 'sbatch: moved to partition long' >&2; echo '7;lab'")
+    say(slurm, "sbatch", r"echo 'Hello, job 12 has ended'; printf 'sbatch: moved, f\374r you\n' >&2; echo '7;lab'")
     assert submitted(slurm, [SMALL], 0) == ["7"]
-    assert "SLURM says: Hello, job 12 has ended\nsbatch: moved to partition long" in caplog.text
+    assert "SLURM says: Hello, job 12 has ended\nsbatch: moved, f\ufffdr you" in caplog.text, "it is not UTF-8"
 
 
 def test_a_host_without_srun_is_told_in_words(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -230,7 +230,7 @@ def test_a_run_with_time_limits_hostile_words_and_a_secret(
     folder = tmp_path / "it's; touch owned $(touch owned) 100%"
     folder.mkdir()
     monkeypatch.setenv("MY_TOKEN", "very-secret")
-    hostile = 'cluster.comment="it\'s; $(touch owned) #"'
+    hostile = 'cluster.comment="it\'s; LAB\\me; $(touch owned) #"'
     setup = """cluster.setup=['test -n "$MY_TOKEN"']"""
     # SLURM may send its signal a minute early: of one minute, a busy machine has not begun to train by then.
     limits = ("cluster.time=2", "elastic.stop_grace_s=10")
@@ -240,7 +240,7 @@ def test_a_run_with_time_limits_hostile_words_and_a_secret(
         assert "RUNNING" in torchx(lab, folder, "status", handle)
         assert handle in torchx(lab, folder, "list", "-s", "slurm_fsdp").split()
         shown = lab.on_login("scontrol", "show", "job", job.id)
-        assert "Comment=it's; $(touch owned) #" in shown
+        assert "Comment=it's; LAB\\me; $(touch owned) #" in shown
         public = "".join(f.read_text() for f in job.run.path.rglob("*.log")) + shown
         submitted = "".join(f.read_text() for f in job.run.submit.rglob("*") if f.is_file())
         assert "very-secret" not in public + submitted.replace(setup, "").replace("= very-secret", "")
