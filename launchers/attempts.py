@@ -66,9 +66,8 @@ class Container:
                 self._take_part(attempt)
             elif self.name == "coordinator":
                 wait_until(lambda: self.run.pending_launcher is None, _RECORD_S)
-                self.run.attempt(attempt + 1).mkdir(parents=True)
                 nodes = most_nodes(load_config(self.run.config))
-                events.record(self.run, attempt + 1, events.AttemptStarted(nodes))
+                events.begin_attempt(self.run, attempt + 1, events.AttemptStarted(nodes))
             else:
                 time.sleep(_POLL_S)
         return EXIT_FAILED

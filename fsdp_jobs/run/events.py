@@ -404,6 +404,17 @@ def record(run: RunDir, attempt: int, event: Event) -> None:
     append_line(run.events, replace(event, time=event.time or job_time(), attempt=attempt).to_record())
 
 
+def begin_attempt(run: RunDir, attempt: int, started: AttemptStarted) -> None:
+    """Make an attempt's folder and record its start, and before the first one its submission if nobody has.
+
+    The submitting command may have died, or still submit other jobs: its own record would end this attempt for readers.
+    """
+    run.attempt(attempt).mkdir(parents=True)
+    if attempt == run.first_attempt() and run.pending_launcher is not None:
+        record(run, attempt - 1, Submitted())
+    record(run, attempt, started)
+
+
 def parse_events(records: Iterable[JsonObject]) -> Iterator[Event]:
     """Make events from lines; a line whose fields are not those of its type is skipped."""
     for record in records:

@@ -86,10 +86,9 @@ class Batch(Attempt):
         """Run the attempt and return the exit code of the job, unless SLURM kills this process to requeue it."""
         for number in STOP_SIGNALS:
             signal.signal(number, self._on_signal)
-        self.folder.mkdir(parents=True)
         restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
         started = events.AttemptStarted(len(self.hosts), self.hosts, self.job_id, restarts)
-        events.record(self.run, self.number, started)
+        events.begin_attempt(self.run, self.number, started)
         if self.commands.node_test and (verdict := self._test_nodes()) is not None:
             verdict.close(self.run, self.number)
         else:
