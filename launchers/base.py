@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib.metadata import EntryPoints, entry_points
@@ -25,6 +26,7 @@ from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.app import to_app
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.files import as_written
+from fsdp_jobs.run.identity import Identity
 from fsdp_jobs.run.state import State
 from fsdp_jobs.run.tail import follow_files
 from fsdp_jobs.run.verdict import Verdict, judge
@@ -294,11 +296,23 @@ class Launcher(ABC):
         except OSError as e:
             raise BadInput.at(str(e.filename or link), str(e.strerror), STATE_HOME) from e
 
+    def check_links(self, run: RunDir) -> None:
+        """Check that links can be made, before a cluster gets a job that could then be neither found nor cancelled.
+
+        Raises:
+            BadInput: as `remember`.
+        """
+        name = f".{secrets.token_hex(8)}"  # no other command's
+        self.remember(name, run)
+        self._link(name).unlink()
+
     def relink(self, app_id: str, cluster: str, run: RunDir) -> None:
-        """Update the link to a run directory that was moved."""
-        link = self._link(app_id, cluster)
-        if link.is_symlink() and not RunDir(link.readlink()).job.exists():
-            _lead(link, run)
+        """Update the link to a run directory that was moved, or make one that is in another shell's XDG_STATE_HOME."""
+        link, identity = self._link(app_id, cluster), Identity.from_file(run.identity)
+        is_own = link.is_symlink() or (identity is not None and not identity.may_be_copy(run))
+        if is_own and not RunDir(link).job.exists():
+            with suppress(OSError):
+                _lead(link, run)
 
     def _link(self, app_id: str, cluster: str = "") -> Path:
         """Return an app's link; ids are unique across clusters."""

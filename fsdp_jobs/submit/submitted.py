@@ -150,7 +150,8 @@ def another_runs(run: RunDir) -> str:
     """
     launcher, cluster, app_id = parse_handle(run.handle)
     known = None
-    with suppress(BadInput):  # the launcher is not installed here; querying it reports that
+    with suppress(BadInput):  # another user's, or the launcher is not installed here; querying it reports that
+        check_may_act(run)
         launcher_of(launcher).relink(app_id, cluster, run)
         known = launcher_of(launcher).run_of(app_id, cluster)  # None: submitted elsewhere
     if known is None or known.path.samefile(run.path):

@@ -143,6 +143,7 @@ class KubernetesLauncher(Launcher):
         Raises:
             BadInput: the cluster refuses, although it accepted the dry run a moment ago.
         """
+        self.check_links(requests[0].job.run)
         return [self._create(request) for request in requests]
 
     def _create(self, request: KubernetesRequest) -> str:
@@ -173,8 +174,11 @@ class KubernetesLauncher(Launcher):
         with app.connected() as api:
             if (root := app.root(api, api.jobs(app.names.selector))) is None:
                 return None
-            last_is_there = root["apiVersion"] != "batch/v1" or api.read("batch/v1", "Job", app.names.nodes) is not None
-            if last_is_there and (_is_queued(root) or not root["spec"].get("suspend")):
+            if root["apiVersion"] == "batch/v1":
+                is_whole = api.read("batch/v1", "Job", app.names.nodes) is not None
+            else:
+                is_whole = all(_is_there(api, kind, app.names.files) for kind in ("ConfigMap", "Secret"))
+            if is_whole and (_is_queued(root) or not root["spec"].get("suspend")):
                 self.remember(app.app_id, run)
                 return app.app_id
             api.delete(root)
@@ -260,6 +264,17 @@ def _prepare(job: Job) -> KubernetesRequest:
         if job.config.cluster.topology is None:
             request.node_labels = carried_labels(api, job.config)
     return request
+
+
+def _is_there(api: Api, kind: str, name: str) -> bool:
+    """Return whether an object exists that the user may create, but not read: then a dry run does not create it."""
+    try:
+        api.create({"apiVersion": "v1", "kind": kind, "metadata": {"name": name}}, dry_run=True)
+    except ApiError as e:
+        if e.is_passing:
+            raise
+        return True
+    return False
 
 
 def _is_queued(root: Object) -> bool:

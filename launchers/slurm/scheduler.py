@@ -127,6 +127,7 @@ class SlurmLauncher(Launcher):
         return requests
 
     def submit(self, requests: Sequence[SlurmRequest], parallelism: int, folder: Path | None) -> list[str]:
+        self.check_links(requests[0].job.run)
         runs, scripts = [request.job.run for request in requests], [request.script for request in requests]
         groups = submission.group_equal(scripts) if folder is not None else []
         for number, group in enumerate(groups):

@@ -426,6 +426,35 @@ def test_a_jobset_is_started_when_all_of_it_is_there(api: SimulatedApi) -> None:
     assert len([r for r in api.requests if r.startswith("PATCH")]) == 1
 
 
+@pytest.mark.parametrize("missing", ["", "configmaps", "secrets"])
+@pytest.mark.parametrize("workload", ["jobset", "volcano"])
+def test_a_submission_that_is_killed_before_its_files_are_there_leaves_no_job(
+    api: SimulatedApi, workload: str, missing: str
+) -> None:
+    """Its pods would wait for their volumes for ever. A queued JobSet is suspended anyway, a Volcano job never."""
+    _kueue(api)
+    api.groups |= {"jobset.x-k8s.io": "v1alpha2", "batch.volcano.sh": "v1alpha1"}
+    overrides = [*JOB, f"cluster.workload={workload}", "cluster.queue=research"]
+    (job,) = submission.prepare([compose_job(overrides)])
+    (handle,) = submission.submit([job], [overrides])
+    for body in api.all("", missing):
+        api.remove(body)
+    assert KubernetesLauncher().find([job.run]) == [None if missing else handle.rpartition("/")[2]]
+    roots = [*api.all("jobset.x-k8s.io", "jobsets"), *api.all("batch.volcano.sh", "jobs")]
+    assert len(roots) == (0 if missing else 1)
+
+
+def test_without_a_place_to_remember_it_nothing_is_submitted(
+    api: SimulatedApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a home that is read-only or full: the job ran, and could be neither found nor cancelled."""
+    (tmp_path / "closed").write_text("no folder can be made in it")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "closed"))
+    with pytest.raises(BadInput, match="XDG_STATE_HOME=FOLDER"):
+        submission.submit(submission.prepare([compose_job(JOB)]), [JOB])
+    assert not api.all("batch", "jobs") and not RunDir("runs/x").job.exists()
+
+
 def agent_on(node: int, host: str) -> ConnectedAgent:
     told = {"send": lambda _: None, "drop": lambda: None, "heard": 0.0}
     return ConnectedAgent(0, node, host, host, nproc=8, switches=(), copies=0, id=host, **told)  # type: ignore[arg-type]
