@@ -107,10 +107,10 @@ def hear_ctrl_c() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-# Kills itself before the n-th change it makes to files that the pattern names, or before it starts such a process.
+# Sends itself a signal before its n-th change of files that the pattern names, or start of such a process.
 _KILLER = """
 import os, signal, sys
-left, pattern = int(sys.argv[1]), sys.argv[2]
+left, pattern, name = int(sys.argv[1]), *sys.argv[2:4]
 def watch(event, args):
     global left
     changes = event in ("os.rename", "os.remove", "os.symlink", "subprocess.Popen", "fcntl.flock")
@@ -118,16 +118,16 @@ def watch(event, args):
     if changes and pattern in what and ".pyc" not in what:
         left -= 1
         if left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.Signals[name])
 from fsdp_jobs.cli.main import main
 sys.addaudithook(watch)
-sys.exit(main(sys.argv[3:]))
+sys.exit(main(sys.argv[4:]))
 """
 
 
-def killed_at(number: int, pattern: str = "") -> list[str]:
+def killed_at(number: int, pattern: str = "", by: str = "SIGKILL") -> list[str]:
     """The start of a `fsdp-jobs` command that is killed at its n-th change of files, or start of a process."""
-    return [sys.executable, "-c", _KILLER, str(number), pattern]
+    return [sys.executable, "-c", _KILLER, str(number), pattern, by]
 
 
 def _all_records(tail: Tail, read: list[dict[str, Any]]) -> list[dict[str, Any]]:

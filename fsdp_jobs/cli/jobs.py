@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -30,6 +29,7 @@ from fsdp_jobs.plan.render import render
 from fsdp_jobs.plan.svg import to_svg
 from fsdp_jobs.run.files import write_atomic
 from fsdp_jobs.run.identity import check_may_act
+from fsdp_jobs.run.processes import exit_on_signals
 from fsdp_jobs.run.state import State
 from fsdp_jobs.run.table import counted
 from fsdp_jobs.run.threads import in_thread
@@ -195,16 +195,8 @@ def rehearse(args: list[str]) -> int:
         faults = "".join(f"\n      {name:<18}  {text}" for name, text in tool.FAULTS.items())
         raise BadInput.at(given, f"name one of these faults{faults}", nearest(given, tool.FAULTS))
     config = compose_job(overrides)
-    heard = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]  # nohup
-
-    def end(*_: object) -> None:
-        for number in heard:
-            signal.signal(number, signal.SIG_IGN)  # a second signal does not interrupt the end
-        sys.exit(EXIT_FAILED)  # its job ends with this process, as after Ctrl-C
-
-    for number in heard:
-        signal.signal(number, end)
-    outcome = tool.rehearse(config, flags.fault)
+    with exit_on_signals():  # its job ends with this process
+        outcome = tool.rehearse(config, flags.fault)
     took = "-" if outcome.recovery_s is None else f"{outcome.recovery_s:.1f} s"
     word = ("PASS", "bold green") if outcome.passed else ("FAIL", "bold red")
     what = f" {flags.fault}: {outcome.why}; next step after {took}, {counted(outcome.lost_steps, 'step')} repeated"

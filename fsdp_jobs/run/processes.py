@@ -10,9 +10,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.metadata import version
 from ipaddress import IPv4Address, IPv6Address, ip_address
@@ -44,6 +45,29 @@ def die_with_parent() -> None:
     """Ask the kernel to kill this process when its parent dies (Linux; elsewhere nothing happens)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+@contextmanager
+def exit_on_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end the block by an exception, as Ctrl-C does, so that what it has begun is undone.
+
+    A second signal does not interrupt that. Signals that are ignored, as under nohup, or handled already stay so.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    heard = [n for n in (signal.SIGTERM, signal.SIGHUP) if is_main and signal.getsignal(n) is signal.SIG_DFL]
+
+    def end(number: int, _frame: object) -> None:
+        for each in heard:
+            signal.signal(each, signal.SIG_IGN)
+        sys.exit(128 + number)  # as of a shell
+
+    for number in heard:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in heard:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def this_machine() -> str:

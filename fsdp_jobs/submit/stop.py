@@ -13,6 +13,8 @@ from fsdp_jobs.run.state import State
 from fsdp_jobs.run.table import listed
 from fsdp_jobs.submit.submitted import check_own, describe, has_ended, kill
 
+_LEAVES_S = 30.0  # for the request to reach the job and, after the save, for the job to leave
+
 
 def stop(runs: Sequence[RunDir], now: bool = False) -> None:
     """Save and stop jobs, all at the same time; with `now` stop them at once, without a checkpoint.
@@ -38,7 +40,7 @@ def stop(runs: Sequence[RunDir], now: bool = False) -> None:
     deadlines: dict[RunDir, float] = {}  # of the jobs that are still to stop
     for run in running if not now else ():
         write_atomic(run.stop_request, "cancelled")
-        deadlines[run] = time.monotonic() + plain_values(run.config)["elastic"]["stop_grace_s"]
+        deadlines[run] = time.monotonic() + plain_values(run.config)["elastic"]["stop_grace_s"] + _LEAVES_S
     if deadlines:
         names = listed([run.name for run in deadlines], of="jobs")
         say(f"{names}: asked to save a checkpoint and stop, even if this command ends", "yellow")

@@ -31,7 +31,7 @@ from fsdp_jobs.run.directory import RunDir, checkpoints_of, run_dir_of, runs_in
 from fsdp_jobs.run.files import as_written, digest_of, write_atomic
 from fsdp_jobs.run.goodput import Failures, costs_of, failures_of
 from fsdp_jobs.run.identity import check_may_act, claim, identity_of
-from fsdp_jobs.run.processes import raise_file_limit
+from fsdp_jobs.run.processes import exit_on_signals, raise_file_limit
 from fsdp_jobs.run.record import JsonObject
 from fsdp_jobs.run.state import State
 from fsdp_jobs.run.status import RunStatus
@@ -224,7 +224,7 @@ def submit(
         BadInput, JobFailed: another command was faster, or a launcher refuses; then all of these jobs are withdrawn.
         JobFailed: they are submitted, but their handles cannot be recorded.
     """
-    with ExitStack() as locks:
+    with exit_on_signals(), ExitStack() as locks:
         raise_file_limit()  # a sweep holds a lock per run
         for job in sorted(jobs, key=lambda job: job.run.path):  # in a fixed order, so that two commands cannot deadlock
             locks.enter_context(job.run.locked())

@@ -120,6 +120,37 @@ def test_a_submission_that_is_killed_anywhere_leaves_one_job_or_none(
     assert killed.returncode == 0 and {fate[1:] for fate in fates} == {(0, 0), (1, 1)}, fates
 
 
+def test_a_job_whose_command_was_killed_and_that_runs_when_it_is_found_is_shown_as_running(folder: Path) -> None:
+    """It was shown as submitted for ever: its record came after its round's."""
+    command = [*killed_at(1, "supervisor.json"), *ONE]
+    assert subprocess.run(command, cwd=folder, env=environment(folder), capture_output=True).returncode == -9
+    run = RunDir(folder / "runs" / "one")
+    until(lambda: any(isinstance(event, RoundStarted) for event in read_events(run)), "its ranks")
+    assert run.pending_launcher == "local_fsdp"
+    (row,) = json.loads(called(folder, "status", "--json").stdout)
+    assert row["state"] == "running" and row["handle"] == run.handle, row
+    assert [event.kind for event in read_events(run)][:2] == ["submitted", "attempt_started"]
+
+
+@pytest.mark.parametrize("pattern", ["config.yaml", "job.json", "supervisor.json"])
+def test_a_submission_that_is_told_to_end_undoes_what_it_has_done(folder: Path, pattern: str) -> None:
+    command = [*killed_at(1, pattern, "SIGTERM"), *ONE]
+    ended = subprocess.run(command, cwd=folder, env=environment(folder), capture_output=True, text=True)
+    assert ended.returncode == 143, ended.stdout + ended.stderr
+    run = RunDir(folder / "runs" / "one")
+    assert not run.job.exists() and not [*run.path.rglob("*.tmp")] and not supervisors(folder)
+
+
+def test_cancel_waits_for_the_end_of_a_job_that_takes_all_of_its_grace(folder: Path) -> None:
+    """It was killed a moment before its coordinator gave up, and said to have been killed without waiting."""
+    (folder / "sleeps.py").write_text(f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SLEEPS}")
+    assert cli(folder, *ONE, "elastic.stop_grace_s=2").returncode == 0
+    run = RunDir(folder / "runs" / "one")
+    until(lambda: any(isinstance(event, RoundStarted) for event in read_events(run)), "its ranks")
+    stopped = called(folder, "cancel", "one")
+    assert "one stopped: cancelled; not ended within 2 s" in stopped.stdout, stopped.stdout + stopped.stderr
+
+
 @pytest.fixture
 def users(folder: Path) -> Iterator[tuple[str, str]]:
     """Two users of a group, which may write everything under the folder."""
@@ -242,6 +273,22 @@ def test_a_sweep_whose_command_is_killed_as_it_records_its_jobs_starts_each_once
     again = cli(folder, *sweep, "sweep.wait=true")
     assert again.returncode == 0, again.stdout + again.stderr
     assert [len(attempts(run)) for run in runs] == [1, 1] and all(run.pending_launcher is None for run in runs)
+
+
+def test_a_job_is_known_to_a_shell_that_remembers_elsewhere(folder: Path) -> None:
+    """It was said to be gone, and a resume began beside it."""
+    assert cli(folder, *ONE).returncode == 0
+    run = RunDir(folder / "runs" / "one")
+    until(lambda: any(isinstance(event, RoundStarted) for event in read_events(run)), "its ranks")
+    elsewhere = {"XDG_STATE_HOME": str(folder / "elsewhere")}
+    shutil.copytree(run.path, folder / "runs" / "copy")
+    of_copy = called(folder, "cancel", "copy", "--now", **elsewhere)
+    assert "copy is not running" in of_copy.stdout and len(supervisors(folder)) == 1, of_copy.stdout + of_copy.stderr
+    (row,) = json.loads(called(folder, "status", "one", "--json", **elsewhere).stdout)
+    assert row["state"] == "running", row
+    again = called(folder, "resume", "one", **elsewhere)
+    assert again.returncode == 2 and "in use by the live job" in again.stderr, again.stdout + again.stderr
+    assert "one stopped: killed" in called(folder, "cancel", "one", "--now", **elsewhere).stdout
 
 
 def test_the_job_of_a_moved_directory_is_still_its_own(folder: Path) -> None:

@@ -48,6 +48,9 @@ def test_a_rehearsal_under_nohup_outlives_its_terminal(monkeypatch: pytest.Monke
 
     def looked(*_: Any) -> tool.Outcome:
         heard.extend(signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM))
+        with pytest.raises(SystemExit):
+            heard[1](signal.SIGTERM, None)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN  # another one
         return tool.Outcome(True, "", None, 0)
 
     monkeypatch.setattr(tool, "rehearse", looked)
@@ -56,9 +59,7 @@ def test_a_rehearsal_under_nohup_outlives_its_terminal(monkeypatch: pytest.Monke
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         assert main(["rehearse", "kill_rank"]) == 0
         assert heard[0] is signal.SIG_IGN and callable(heard[1])
-        with pytest.raises(SystemExit):
-            heard[1](signal.SIGTERM, None)
-        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN  # another one
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
