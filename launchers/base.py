@@ -14,7 +14,6 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib.metadata import EntryPoints, entry_points
@@ -44,6 +43,7 @@ _AT_ONCE = 16
 STATE_HOME = "XDG_STATE_HOME=FOLDER, where this machine remembers submissions"
 _AGENT_BYTES = 2**29  # an agent and its fork server, which has imported torch
 _HOST_BYTES = 2**31  # a rank on a GPU
+_met: dict[Path, RunDir] = {}  # a link that is missing here -> the run it would lead to
 
 _Request = TypeVar("_Request")
 _Answer = TypeVar("_Answer")
@@ -307,12 +307,16 @@ class Launcher(ABC):
         self._link(name).unlink()
 
     def relink(self, app_id: str, cluster: str, run: RunDir) -> None:
-        """Update the link to a run directory that was moved, or make one that is in another shell's XDG_STATE_HOME."""
+        """Update the link to a run directory that was moved; `run_of` also knows a run whose link is elsewhere.
+
+        It is in the XDG_STATE_HOME of another shell, or another user's, for whom this one may act.
+        """
         link, identity = self._link(app_id, cluster), Identity.from_file(run.identity)
-        is_own = link.is_symlink() or (identity is not None and not identity.may_be_copy(run))
-        if is_own and not RunDir(link).job.exists():
-            with suppress(OSError):
+        if link.is_symlink():
+            if not RunDir(link.readlink()).job.exists():
                 _lead(link, run)
+        elif identity is not None and not identity.may_be_copy(run):
+            _met[link] = run
 
     def _link(self, app_id: str, cluster: str = "") -> Path:
         """Return an app's link; ids are unique across clusters."""
@@ -324,7 +328,7 @@ class Launcher(ABC):
         `cluster` is that of its handle; by default the cluster that a command here reaches.
         """
         link = self._link(app_id, cluster)
-        return RunDir(link.readlink()) if link.is_dir() else None
+        return RunDir(link.readlink()) if link.is_dir() else _met.get(link)
 
     @classmethod
     def scheduler(cls, session_name: str, **_kwargs: object) -> TorchxScheduler:

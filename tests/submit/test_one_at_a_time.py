@@ -280,7 +280,8 @@ def test_a_job_is_known_to_a_shell_that_remembers_elsewhere(folder: Path) -> Non
     assert cli(folder, *ONE).returncode == 0
     run = RunDir(folder / "runs" / "one")
     until(lambda: any(isinstance(event, RoundStarted) for event in read_events(run)), "its ranks")
-    elsewhere = {"XDG_STATE_HOME": str(folder / "elsewhere")}
+    (folder / "closed").write_text("no folder can be made in it")
+    elsewhere = {"XDG_STATE_HOME": str(folder / "closed")}
     shutil.copytree(run.path, folder / "runs" / "copy")
     of_copy = called(folder, "cancel", "copy", "--now", **elsewhere)
     assert "copy is not running" in of_copy.stdout and len(supervisors(folder)) == 1, of_copy.stdout + of_copy.stderr

@@ -183,6 +183,7 @@ def test_of_a_job_whose_launcher_does_not_answer_nothing_is_said_that_has_not_ha
             self.describe(app_ids)
 
     monkeypatch.setattr(submitted, "launcher_of", Silent)
+    monkeypatch.setattr("fsdp_jobs.submit.stop._LEAVES_S", 0.0)
     run = recorded_run(tmp_path, "mute")
     write_json(run.job, {**run.read_job(), "handle": "silent://here/7"})
     write_atomic(run.config, dump_config(compose_job(["elastic.stop_grace_s=0"])))
