@@ -62,7 +62,7 @@ def connect(cluster: KubernetesClusterConfig, retried_for_s: float = 0) -> Api:
         BadInput: the client library is not installed, or there is no such context.
     """
     named = os.environ.get("KUBECONFIG") or "~/.kube/config"
-    files = [Path(name).expanduser() for name in named.split(os.pathsep)]
+    files = [Path(name).expanduser() for name in named.split(os.pathsep) if name]
     changed = tuple(f.stat().st_mtime_ns if f.exists() else 0 for f in files)
     login = _login(cluster.context, named, changed)
     return Api(login, cluster.namespace or login.namespace, retried_for_s)

@@ -57,6 +57,18 @@ def test_a_token_of_a_plugin_that_expires_is_renewed_once(api: SimulatedApi, plu
     assert len((tmp_path / "logins").read_text().splitlines()) == 2
 
 
+def test_a_list_of_kubeconfigs_that_ends_in_a_colon_logs_in_once(
+    api: SimulatedApi, plugin: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of `KUBECONFIG=~/.kube/config:$KUBECONFIG`. The empty name stood for the current folder, which changes."""
+    monkeypatch.setenv("KUBECONFIG", f"{os.environ['KUBECONFIG']}:")
+    handle = submit()
+    for number in range(3):
+        (tmp_path / f"new-{number}").touch()
+        assert describe([handle])[handle].state is State.QUEUED
+    assert len((tmp_path / "logins").read_text().splitlines()) == 1
+
+
 def test_a_plugin_whose_user_is_logged_out_is_not_called_for_each_request(
     api: SimulatedApi, plugin: Path, tmp_path: Path
 ) -> None:
