@@ -60,10 +60,10 @@ class ComposingParser(Parser):
 
 
 def _split_values(overrides: Sequence[str]) -> Iterator[Problem]:
-    """Find values that a shell split at blanks, for want of quotes: words without `=` behind a key."""
+    """Find values that a shell split at blanks, for want of quotes: words behind a key, without `=` or `~`."""
     parts: list[list[str]] = []
     for word in overrides:
-        if parts and "=" not in word[1:] and not meant_by(word) and not choosing(word):
+        if parts and "=" not in word[1:] and not (word.startswith("~") or meant_by(word) or choosing(word)):
             parts[-1].append(word)
         else:
             parts.append([word])

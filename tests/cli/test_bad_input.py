@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fsdp_jobs.cli.main import main
-from fsdp_jobs.config.arguments import search_path
+from fsdp_jobs.config.arguments import overrides_in, search_path
 from fsdp_jobs.config.errors import BadInput, nearest
 from fsdp_jobs.config.hydra import compose_job
 from tests.jobs import called, cli, environment
@@ -240,6 +240,10 @@ def test_open_keys_take_whatever_the_users_factory_takes() -> None:
     efa = ["cluster=kubernetes_efa", "+cluster.env.A=1", "++cluster.env.B=2", "~cluster.env.FI_PROVIDER"]
     env = compose_job(efa).cluster.env  # type: ignore[attr-defined]
     assert "FI_PROVIDER" not in env and (env["A"], env["B"], env["NCCL_SOCKET_IFNAME"]) == ("1", "2", "^docker,lo,veth")
+
+
+def test_a_key_is_deleted_behind_others() -> None:
+    assert overrides_in(given := ["cluster=kubernetes_efa", "~cluster.env.FI_PROVIDER", "nodes=2"]) == given
 
 
 _SMALL = ["nodes=1", "nproc_per_node=1", "name=a"]
