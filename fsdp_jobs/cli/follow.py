@@ -21,11 +21,10 @@ from fsdp_jobs.run.status import RunStatus
 from fsdp_jobs.run.table import counted
 from fsdp_jobs.run.tail import Logs, looks_like_error, pause_s, rank_of, shown
 from fsdp_jobs.run.verdict import FINAL_ERRORS, Verdict
-from fsdp_jobs.submit.overview import RunSummary, goodput_of, state_of, summary_of
+from fsdp_jobs.submit.overview import VERDICT_S, RunSummary, goodput_of, state_of, summary_of
 from fsdp_jobs.submit.submitted import job_of, named
 
 _REFRESH_S = 0.25
-_VERDICT_S = 10.0  # longest time from the end of a killed job's first process to its verdict, written after the last
 _PLAIN_EVERY_S = 5.0  # between progress lines where nothing can be redrawn
 
 
@@ -112,7 +111,7 @@ class Follower:
                 is_active, began = active(), time.monotonic()  # before reading the news, which is then complete
                 ended_at = math.inf if is_active else min(ended_at, began)
                 self._show_news()
-                if self.status.ended or began - ended_at > _VERDICT_S:
+                if self.status.ended or began - ended_at > VERDICT_S:
                     break
                 view.show({self.status.run: summary_of(self.status, job, None)})
                 time.sleep(pause_s(began, _REFRESH_S))

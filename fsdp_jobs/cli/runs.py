@@ -26,7 +26,7 @@ from fsdp_jobs.run.status import OVER, RunStatus
 from fsdp_jobs.run.table import counted, size
 from fsdp_jobs.run.tail import follow_files, label, looks_like_error, numbers_of, shown
 from fsdp_jobs.run.verdict import EXIT_FAILED, EXIT_REQUEUE
-from fsdp_jobs.submit.overview import UNREADABLE, Overview, story_of
+from fsdp_jobs.submit.overview import UNREADABLE, VERDICT_S, Overview, story_of
 from fsdp_jobs.submit.stop import stop
 from fsdp_jobs.submit.submitted import activity_of, check_own, existing_run, job_has_ended, kill, settle
 
@@ -84,7 +84,7 @@ def status(args: list[str], verb: str = "status") -> int:
     if not flags.names:
         settle(pending_in(flags.runs_dir))
     runs = _named(flags.names, flags.runs_dir)[-flags.last :]
-    overview = Overview()
+    overview = Overview(patience_s=VERDICT_S if flags.watch else 0.0)
     rows = overview.look(runs)
     if flags.state is not None:
         rows = {run: row for run, row in rows.items() if row.state in flags.state}
@@ -234,7 +234,7 @@ def wait(args: list[str]) -> int:
     flags = parser.parse(args)
     left = {existing_run(name, flags.runs_dir): name for name in dict.fromkeys(flags.names)}
     deadline = time.monotonic() + (math.inf if flags.timeout is None else flags.timeout)
-    overview, states, told = Overview(), set[str](), set[str]()
+    overview, states, told = Overview(patience_s=VERDICT_S), set[str](), set[str]()
     while True:
         for run, row in overview.look([*left]).items():
             if row.is_over:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from fsdp_jobs.run.status import DAMAGED, ENDED, IDLE, OVER, WAITING, RunStatus,
 from fsdp_jobs.run.table import counted, duration, percent
 from fsdp_jobs.submit.submitted import another_runs, describe, is_silent
 
+VERDICT_S = 10.0  # longest time from the end of a killed job's first process to its verdict, written after the last
 UNREADABLE = "unreadable"
 DAMAGES = (BadInput, OSError, ValueError, TypeError, LookupError)  # raised when a record is not as it was written
 
@@ -90,10 +92,12 @@ class Overview:
 
     Args:
         ask: returns handle -> its launcher's description, for the handles of runs that have not ended.
+        patience_s: how long a run whose launcher no longer has its job keeps its recorded state.
     """
 
-    def __init__(self, ask: Callable[[Sequence[str]], Mapping[str, Description]] = describe):
-        self._ask = ask
+    def __init__(self, ask: Callable[[Sequence[str]], Mapping[str, Description]] = describe, patience_s: float = 0.0):
+        self._ask, self._patience_s = ask, patience_s
+        self._gone_at: dict[Path, float] = {}  # run directory -> when its job was found to be gone
         self._known: dict[Path, tuple[int, RunStatus, str | None]] = {}  # by run directory, with the run's owner
 
     def look(self, runs: Sequence[RunDir]) -> dict[RunDir, RunSummary]:
@@ -122,6 +126,10 @@ class Overview:
                     run.left.unlink()  # ask only once: the launcher may never answer again
             try:
                 rows[run] = summary_of(status, job, answer, owner)
+                now = time.monotonic()
+                is_gone = rows[run].is_over and not status.ended
+                if is_gone and now - self._gone_at.setdefault(run.path, now) < self._patience_s:
+                    rows[run] = summary_of(status, job, None, owner)
             except DAMAGES as e:
                 rows[run] = _damaged(run, e)
         return {run: rows[run] for run in runs}

@@ -12,7 +12,7 @@ from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.run.record import JsonObject
 from fsdp_jobs.run.tail import newest_json_lines
 from fsdp_jobs.submit import submit as submission
-from fsdp_jobs.submit.overview import Overview
+from fsdp_jobs.submit.overview import VERDICT_S, Overview
 from fsdp_jobs.submit.submitted import settle
 from fsdp_jobs.submit.validate import composed, training_changes
 from fsdp_jobs.sweeps.table import NEW, Row, Sweep, find_sweep, sweeps_in
@@ -102,9 +102,9 @@ def submit(sweep: Sweep, configs: dict[str, JobConfig], folder: Path) -> None:
 
 def wait(sweep: Sweep, rows: Sequence[Row], say: Callable[[Row], Any]) -> None:
     """Wait until all rows have ended; `say` is called with each as it ends."""
-    waiting, pause_s = list(rows), _POLL_S
+    waiting, pause_s, overview = list(rows), _POLL_S, Overview(patience_s=VERDICT_S)
     while waiting:
-        refresh(sweep, waiting)
+        refresh(sweep, waiting, overview)
         for row in [row for row in waiting if not row.is_active]:
             say(row)
             waiting.remove(row)

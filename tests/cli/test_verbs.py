@@ -21,10 +21,13 @@ from fsdp_jobs.config import terminal
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.schema import dump_config
 from fsdp_jobs.config.terminal import say
+from fsdp_jobs.launchers.base import Description
 from fsdp_jobs.run.directory import RunDir, runs_in
-from fsdp_jobs.run.files import write_atomic
+from fsdp_jobs.run.files import write_atomic, write_json
 from fsdp_jobs.run.identity import identity_of
+from fsdp_jobs.run.state import State
 from fsdp_jobs.run.verdict import KILLED
+from fsdp_jobs.submit import submitted
 from fsdp_jobs.submit.overview import RunSummary
 from tests.jobs import ROOT, called, cli, environment
 from tests.recorded import recorded_run
@@ -83,6 +86,26 @@ def test_a_job_that_another_command_kills_is_followed_until_that_has_recorded_it
     Timer(0.5, KILLED.close, (run, 0)).start()
     follower.follow(lambda: False)
     assert (follower.status.state, follower.status.reason) == ("stopped", KILLED.reason)
+
+
+@pytest.mark.parametrize(("args", "code"), [(["wait"], 75), (["status", "--watch"], 0)])
+def test_a_job_that_another_command_kills_is_waited_for_until_that_has_recorded_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    args: list[str],
+    code: int,
+) -> None:
+    run = recorded_run(tmp_path, "killed")
+    *begun, _ = run.events.read_text().splitlines(keepends=True)
+    run.events.write_text("".join(begun))
+    write_json(run.job, run.read_job() | {"handle": "local_fsdp://here/killed-1"})
+    gone = Description(State.FAILED)
+    monkeypatch.setattr(submitted, "_described", lambda _, handles: dict.fromkeys(handles, gone))
+    Timer(0.5, KILLED.close, (run, 0)).start()
+    assert main([*args, "killed", f"runs_dir={tmp_path}"]) == code
+    shown = capsys.readouterr().out
+    assert "stopped" in shown and "failed" not in shown
 
 
 @pytest.mark.integration
