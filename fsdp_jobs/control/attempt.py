@@ -6,14 +6,13 @@ import logging
 import math
 import signal
 import time
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.control.failures import Budget, Machines, find_cause, is_progress
-from fsdp_jobs.control.fencing import CHARGE_S, Leases
+from fsdp_jobs.control.fencing import Leases
 from fsdp_jobs.control.guard import Guard
 from fsdp_jobs.control.placement import Agents, ConnectedAgent, RoundPlanner
 from fsdp_jobs.control.requests import Requests
@@ -25,12 +24,12 @@ from fsdp_jobs.run.leaves import guards_in
 from fsdp_jobs.run.protocol import lease_s
 from fsdp_jobs.run.rank_state import Request
 from fsdp_jobs.run.table import counted
-from fsdp_jobs.run.tail import last_lines
+from fsdp_jobs.run.threads import Background
 from fsdp_jobs.run.verdict import Verdict
 
 logger = logging.getLogger(__name__)
 
-_RECORDS_S = 0.5  # for the run directory to take an event, before the loop goes on without it
+_AWAY_S = 5.0  # without an answer, until storage counts as away; a busy one may need seconds
 
 
 @dataclass
@@ -106,6 +105,7 @@ class Attempt:
         self.closed_at: float | None = None  # when the verdict was written and sent to the agents
         self.is_superseded = False  # another coordinator has taken over: this one must not record or decide
         self.in_charge_until = math.inf  # until then no other begins a round; past while storage does not answer
+        self.asked_at = math.inf  # when storage was asked what it has not answered; infinite: nothing
         self.stop_reason: str | None = None
         self.is_cancelled = False  # the user has asked to stop
         self.stop_by = 0.0  # when a requested stop must be over, on the monotonic clock
@@ -120,8 +120,8 @@ class Attempt:
         self._just_excluded = False  # the next `Requests` may have been read before the exclusion
         self._may_adopt = True  # until it forms or breaks a round: an earlier coordinator's may still run
         self._warned = ""  # the last warning
-        self._records = ThreadPoolExecutor(1, "records")
-        self._recorded: Future[Any] | None = None  # the newest
+        self._records = Background("records")
+        self._closing: Future[None] | None = None  # writes the verdict
         self.guards: list[Guard] = [made(self) for made in guards_in("control")]
         may_run: set[str] = set()  # machines where ranks of an earlier coordinator may run
         for event in history:
@@ -141,21 +141,22 @@ class Attempt:
 
     def record(self, event: events.Event) -> None:
         """Record an event, in a thread: agents get answers while the file system hangs."""
-        event = replace(event, time=time.time(), round=self.round.number)
-        are_done = self._recorded is None or self._recorded.done()
-        self._recorded = self._records.submit(self._write, event)
-        if are_done:
-            wait([self._recorded], _RECORDS_S)
+        self._records.begin(self._write, replace(event, time=time.time(), round=self.round.number))
 
     def _write(self, event: events.Event) -> None:
         if not self.is_superseded:
             events.record(self.run, self.number, event)
             logger.info("%s", event.sentence() or event.kind)
 
+    def storage_away_s(self, now: float) -> float:
+        """Return for how many seconds storage has not answered; 0 while it does."""
+        away_s = now - self.asked_at
+        return away_s if away_s > _AWAY_S else 0.0
+
     def storage_note(self, now: float) -> str:
         """Return what to add to the reason of an end if storage does not answer now: for how long; else nothing."""
-        away_s = now - self.in_charge_until
-        return f"; storage has not answered for {away_s + CHARGE_S:.0f} s" if away_s > 0 else ""
+        away_s = self.storage_away_s(now)
+        return f"; storage has not answered for {away_s:.0f} s" if away_s else ""
 
     def warn(self, why: str) -> None:
         """Record a lasting problem for the user, unless it is the one that was recorded last."""
@@ -201,7 +202,7 @@ class Attempt:
         if self.round.running:
             self._request(Request.STOP)
         else:
-            self.close(self._preempted(), now)
+            self.close(self._preempted(now), now)
 
     def on_requests(self, found: Requests, now: float) -> None:
         if not self._just_excluded:
@@ -255,7 +256,7 @@ class Attempt:
                 return
             self.stop_reason = failures[0].describe()
         if self.stop_reason is not None:
-            self.close(self._preempted(), now)
+            self.close(self._preempted(now), now)
             return
         if was_planned or broken.stood_still:
             why = broken.broken_why
@@ -301,8 +302,9 @@ class Attempt:
     def _done(self) -> Verdict:
         return Verdict("done", "stop", f"all {self.step} steps are done" if self.step else "the program has ended")
 
-    def _preempted(self) -> Verdict:
-        decision = "stop" if self.is_cancelled or is_there(self.run.stop_request) else "requeue"
+    def _preempted(self, now: float) -> Verdict:
+        is_cancelled = self.is_cancelled or (not self.storage_away_s(now) and is_there(self.run.stop_request))
+        decision = "stop" if is_cancelled else "requeue"
         committed = self.committed
         if decision == "stop" and self.config.checkpoint.memory.every_steps:  # the snapshots end with the job
             committed = min(committed, self._newest_on_disk())
@@ -335,17 +337,20 @@ class Attempt:
         for guard in self.guards:
             guard.close(now)
         self.verdict = verdict
-        if verdict.rank is not None and verdict.node is not None:
-            verdict.last_lines = last_lines(self.run.rank_log(self.number, verdict.node, verdict.rank), 20)
         self._announce(now)
 
     def _announce(self, now: float) -> None:
-        """Write the verdict, for the launcher, before agents exit. If the disk is full, `tick` tries again."""
+        """Write the verdict, for the launcher, before agents exit; `tick` calls this until it is written."""
         assert self.verdict is not None
-        leases = self.leases.running(now)
-        try:
+        if self._closing is None:
+            leases = self.leases.running(now)
             details = {"round": self.round.number, "step": self.step, "committed": self.committed, "leases": leases}
-            self._records.submit(self.verdict.close, self.run, self.number, **details).result()
+            self._closing = self._records.begin(self.verdict.close, self.run, self.number, **details)
+        if not self._closing.done():
+            return
+        closing, self._closing = self._closing, None
+        try:
+            closing.result()
         except OSError as e:
             self.warn(f"the verdict cannot be written: {e}")
             if not is_there(self.run.verdict(self.number)):

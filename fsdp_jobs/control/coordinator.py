@@ -251,7 +251,7 @@ class Coordinator(Attempt):
             if not has_left:
                 what = "saved" if current.has_reports else "ended"
                 self.stop_reason += f"; not {what} within {self.elastic.stop_grace_s:.0f} s{self.storage_note(now)}"
-            self.close(self._preempted(), now)
+            self.close(self._preempted(now), now)
         elif current.stops_by_signal:
             pass  # nodes leave the round one by one
         elif current.is_adopted and here < current.size and now - self._came_at > self.elastic.heartbeat_timeout_s:

@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Iterable
+from concurrent.futures import Future
 from math import inf
 from pathlib import Path
-from typing import Any, TypeVar
 
 from fsdp_jobs.config.schema import ElasticConfig
 from fsdp_jobs.run.protocol import lease_s, unreachable_s
 from fsdp_jobs.run.term import ROUND, Fenced, claim
+from fsdp_jobs.run.threads import Background
 
-_T = TypeVar("_T")
 CHARGE_S = 5.0  # after a look that found no newer coordinator; until then no newer one begins a round
 _CLOCKS, _KILL_S = 1.05, 1.0  # margins on a lease: clock drift (a factor), and time to kill ranks
 _RECORD_S = 0.2  # for a rank to write a line after it checked that it may
-_SOON_S = 0.02  # agents do not notice a wait this short
 _PATIENCE_S = 5.0  # to wait for a store's answer, and between a failed claim and the next
-
-
-def begin(thread: ThreadPoolExecutor, work: Callable[..., _T], *args: Any) -> Future[_T]:
-    """Start work in a thread, so that agents do not wait for it; short work is done on return."""
-    begun = thread.submit(work, *args)
-    wait([begun], _SOON_S)
-    return begun
 
 
 class Leases(dict[str, float]):
@@ -73,7 +64,7 @@ class Terms:
     def __init__(self, home: Path, attempt: int):
         self.home, self.attempt = home, attempt
         self.problem = ""  # why no term is claimed yet
-        self._claims = ThreadPoolExecutor(1, "claims")
+        self._claims = Background("claims")
         self._claim: Future[int] | None = None
         self._patient_until = -inf
 
@@ -89,7 +80,7 @@ class Terms:
             if now < self._patient_until:
                 return None
             owner, self._patient_until = f"attempt {self.attempt} {uuid.uuid4().hex}", now + _PATIENCE_S
-            self._claim = begin(self._claims, claim, self.home, ROUND, owner, last, seen)
+            self._claim = self._claims.begin(claim, self.home, ROUND, owner, last, seen)
         if not self._claim.done():
             if now > self._patient_until:
                 self.problem = f"checkpoint.dir: {self.home} does not answer"

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.resolve import accelerator, most_nodes, ranks_per_node
 from fsdp_jobs.config.schema import ElasticConfig, JobConfig
-from fsdp_jobs.control.fencing import begin
 from fsdp_jobs.plan.plan import Plan, make_plan, regroup
 from fsdp_jobs.plan.remedies import remedies
 from fsdp_jobs.plan.shapes import ModelShape, shape_of
@@ -20,6 +19,7 @@ from fsdp_jobs.plan.topology import Node, Topology, to_hostlist
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.messages import Agent, Beat, Message
 from fsdp_jobs.run.rank_state import Phase
+from fsdp_jobs.run.threads import Background
 
 _REJOIN_S = 0.2  # the join window after the first round
 _RECONNECT_S = 1.0  # the same after a restart of the coordinator: agents reconnect every 0.2 s
@@ -166,7 +166,7 @@ class RoundPlanner:
         self.max_nodes = most_nodes(config)
         self.shape = ModelShape.from_file(run.shape)
         self.places = known_places(run)
-        self._thread = ThreadPoolExecutor(1, "plan")
+        self._thread = Background("plan")
         self._question: object = None  # the arguments of the current plan
         self._answer: Future[Plan] = Future()
 
@@ -184,7 +184,8 @@ class RoundPlanner:
         present = tuple(self._place(agent) for agent in sorted(agents, key=lambda a: a.node)[: self.max_nodes])
         if self._question != (present, shard_group):
             self._answer.cancel()
-            self._question, self._answer = (present, shard_group), begin(self._thread, self._plan, present, shard_group)
+            self._question = present, shard_group
+            self._answer = self._thread.begin(self._plan, present, shard_group)
         return self._answer.result() if self._answer.done() else None
 
     def _plan(self, present: Sequence[Node], shard_group: int) -> Plan:

@@ -12,6 +12,7 @@ import asyncio
 import errno
 import ipaddress
 import logging
+import math
 import os
 import secrets
 import signal
@@ -107,6 +108,7 @@ class Server:
         coordinator.in_charge_until = time.monotonic()
         while True:
             began = time.monotonic()
+            coordinator.asked_at = min(coordinator.asked_at, began)
             try:
                 if await asyncio.to_thread(run.last_attempt) > coordinator.number:
                     break
@@ -117,9 +119,9 @@ class Server:
                     coordinator.leases.on_charge(time.monotonic())
                 elif await asyncio.to_thread(term.newest, home, term.COORDINATOR) > number:
                     break
-                coordinator.in_charge_until = began + CHARGE_S
-                if (took_s := time.monotonic() - began) > CHARGE_S:
-                    logger.warning("storage has not answered for %.0f s: %s, %s", took_s, run.path, home)
+                if away_s := coordinator.storage_away_s(time.monotonic()):
+                    logger.warning("storage has not answered for %.0f s: %s, %s", away_s, run.path, home)
+                coordinator.in_charge_until, coordinator.asked_at = began + CHARGE_S, math.inf
             except Exception as e:  # a store's client may raise anything; the next round reports it too
                 logger.warning("%s: %s: %s", home, type(e).__name__, e)
             await asyncio.sleep(_LOOK_S)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, TypeVar
 
 _Answer = TypeVar("_Answer")
+_SOON_S = 0.02  # others do not notice a wait this short
 
 
 def wait_until(condition: Callable[[], bool], seconds: float, poll_s: float = 0.2) -> bool:
@@ -38,3 +39,19 @@ def in_thread(ask: Callable[[], _Answer]) -> Future[_Answer]:
 
     start_thread(run, "in_thread")
     return answer
+
+
+class Background:
+    """A thread that does one thing after the other for a loop, which must not wait: the file system may hang."""
+
+    def __init__(self, name: str):
+        self._thread = ThreadPoolExecutor(1, name)
+        self._newest: Future[Any] | None = None
+
+    def begin(self, work: Callable[..., _Answer], *args: Any, **details: Any) -> Future[_Answer]:
+        """Let the thread do this next; short work is done on return, if the thread has nothing else to do."""
+        is_free = self._newest is None or self._newest.done()
+        self._newest = begun = self._thread.submit(work, *args, **details)
+        if is_free:
+            wait([begun], _SOON_S)
+        return begun

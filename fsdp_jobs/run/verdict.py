@@ -15,6 +15,7 @@ from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.files import look_again, write_atomic
 from fsdp_jobs.run.record import Record
+from fsdp_jobs.run.tail import last_lines
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -49,6 +50,8 @@ class Verdict(Record):
 
     def close(self, run: RunDir, attempt: int, **details: Any) -> None:
         """End an attempt: write the verdict, record the event, start the notification if one is configured."""
+        if self.rank is not None and self.node is not None:
+            self.last_lines = last_lines(run.rank_log(attempt, self.node, self.rank), 20)
         self.write(run, attempt)
         self._record(run, attempt, **details)
         self._notify(run, attempt)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp_jobs.control import fencing
+from fsdp_jobs.run import threads
 
 
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fencing, "_SOON_S", 60)
+    monkeypatch.setattr(threads, "_SOON_S", 60)

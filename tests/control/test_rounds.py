@@ -5,16 +5,17 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from pathlib import Path
 
 import pytest
 
-from fsdp_jobs.control import fencing, placement
+from fsdp_jobs.control import placement
 from fsdp_jobs.control.placement import ConnectedAgent
 from fsdp_jobs.plan.layout import partners
-from fsdp_jobs.run import events, messages, verdict
+from fsdp_jobs.run import events, messages, threads, verdict
 from fsdp_jobs.run.rank_state import SAVES_NOTHING, Phase, Request
 from tests.control.cluster import PROGRAM, SILENCE, Cluster, fails, failure
 
@@ -335,7 +336,7 @@ def test_torn_lines_do_not_keep_a_coordinator_from_starting(tmp_path: Path) -> N
 def released(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Plans are not there before this is set; nor are they waited for."""
     released, make_plan = threading.Event(), placement.make_plan
-    monkeypatch.setattr(fencing, "_SOON_S", 0)
+    monkeypatch.setattr(threads, "_SOON_S", 0)
     monkeypatch.setattr(
         placement, "make_plan", lambda *given, **named: released.wait(60) and make_plan(*given, **named)
     )
@@ -344,7 +345,9 @@ def released(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 def planned(cluster: Cluster) -> None:
-    work = (cluster.coordinator.planner._answer, cluster.coordinator._terms._claim)
+    """Wait until the threads have done what was begun."""
+    coordinator = cluster.coordinator
+    work = (coordinator.planner._answer, coordinator._terms._claim, coordinator._records.begin(bool))
     wait([future for future in work if future is not None], 60)
 
 
@@ -373,6 +376,7 @@ def test_a_plan_for_nodes_that_are_no_longer_there_is_thrown_away(tmp_path: Path
         cluster.later(0.1, a, elsewhere, d)
         planned(cluster)
     cluster.later(0.1, a, elsewhere, d)
+    planned(cluster)
     (started,) = cluster.events("round_started")
     assert started["nodes"] == [0, 2, 3] and started["hosts"] == ["node0", "node2b", "node3"]
     assert cluster.last(b, messages.Round) is None and cluster.last(c, messages.Round) is None
@@ -412,6 +416,27 @@ def test_a_verdict_that_a_full_disk_has_no_room_for_is_written_later_and_agents_
     cluster.later(0.2, again)
     assert cluster.verdict is not None and cluster.verdict.verdict == "done"
     assert cluster.last(again, messages.End) is not None and len(cluster.events("attempt_ended")) == 1
+
+
+def test_agents_get_answers_while_the_verdict_waits_for_the_run_directory_and_then_their_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written, write = threading.Event(), verdict.write_atomic
+    monkeypatch.setattr(verdict, "write_atomic", lambda *given: written.wait(60) and write(*given))
+    monkeypatch.setattr(threads, "_SOON_S", 0.02)
+    cluster = Cluster(tmp_path, "nodes=1", "elastic.join_window_s=0")
+    a = cluster.join(0)
+    while cluster.last(a, messages.Round) is None:
+        cluster.later(0.1, a)
+    cluster.ended(a)
+    cluster.later(60, a)
+    assert a.heard == cluster.now and cluster.last(a, messages.End) is None
+    written.set()
+    while cluster.verdict is None:
+        time.sleep(0.01)
+    while cluster.last(a, messages.End) is None:
+        cluster.later(0.1, a)
+    assert cluster.coordinator.closed_at == cluster.now, "agents have the time to leave from now on"
 
 
 def test_a_request_to_stop_is_seen_where_only_a_listing_shows_new_files(
@@ -454,7 +479,7 @@ def test_a_request_to_stop_that_cannot_be_read_is_told_once_and_stops_nothing(tm
     assert [e["why"] for e in cluster.events("stop_requested")] == ["cancelled"]
     cluster.later(19, a)
     assert cluster.verdict is None
-    cluster.coordinator.in_charge_until = cluster.now
+    cluster.coordinator.asked_at = cluster.now - 5
     cluster.later(2, a)
     assert cluster.verdict is not None and cluster.verdict.decision == "stop", "a request is not requeued"
     assert "cancelled; not saved within 20 s; storage has not answered for 6 s" in cluster.verdict.reason

@@ -27,7 +27,7 @@ from fsdp_jobs.control.coordinator import Coordinator
 from fsdp_jobs.control.server import Server
 from fsdp_jobs.node import link as link_module
 from fsdp_jobs.node.link import Link
-from fsdp_jobs.run import events, messages
+from fsdp_jobs.run import events, messages, threads
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.files import write_atomic
 from fsdp_jobs.run.processes import free_port, raise_file_limit, wildcards
@@ -276,6 +276,7 @@ def test_agents_get_answers_while_the_run_directory_hangs(tmp_path: Path, monkey
     monkeypatch.setattr(events, "_locked", as_slowly_locked)
     monkeypatch.setattr(door, "_LOOK_S", 0.1)
     monkeypatch.setattr(door, "CHARGE_S", 0.8)
+    monkeypatch.setattr(threads, "_SOON_S", 0.02)
 
     def talk(port: int, server: Server) -> None:
         agent = Stranger(port)

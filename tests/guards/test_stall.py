@@ -37,12 +37,22 @@ def test_a_save_of_minutes_is_no_stall(tmp_path: Path) -> None:
 
 def test_ranks_that_wait_for_a_file_server_have_not_stalled(tmp_path: Path) -> None:
     cluster, agents = _after_five_steps(tmp_path)
-    cluster.coordinator.in_charge_until = cluster.now
+    cluster.coordinator.asked_at = cluster.now
     cluster.later(1000, *agents, step=5)
-    cluster.coordinator.in_charge_until = math.inf
+    cluster.coordinator.asked_at = math.inf
     cluster.later(50, *agents, step=5)
     assert cluster.last(agents[0], Dump) is None, "it has just come back"
     cluster.later(15, *agents, step=5)
+    assert cluster.last(agents[0], Dump) is not None
+
+
+def test_a_run_directory_that_answers_late_hides_no_stall(tmp_path: Path) -> None:
+    cluster, agents = _after_five_steps(tmp_path)
+    for _ in range(15):
+        cluster.coordinator.asked_at = cluster.now
+        cluster.later(3, *agents, step=5)
+        cluster.coordinator.asked_at = math.inf
+        cluster.later(4, *agents, step=5)
     assert cluster.last(agents[0], Dump) is not None
 
 

@@ -47,7 +47,7 @@ class Guard(guard.Guard):
             return
         if attempt.round.has_reports and Phase.DONE in phases:
             return  # a rank has done all its steps; what the others still do may take long
-        if now > attempt.in_charge_until:  # storage does not answer, and ranks may wait for it
+        if attempt.storage_away_s(now):  # ranks may wait for it
             self._since, self._asked_at = now, None
             return
         # While one rank waits for a checkpoint, others may wait for that rank.
