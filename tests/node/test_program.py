@@ -282,6 +282,21 @@ def test_a_program_ends_as_in_an_interpreter_and_its_children_are_no_ranks(tmp_p
     assert "RuntimeError: of a child" in said and not (tmp_path / "error.json").exists(), said
 
 
+_ENDLESS = """
+import threading, time
+from fsdp_jobs.node import worker
+worker._THREADS_S = 0.5
+threading.Thread(target=time.sleep, args=[100]).start()
+raise FileNotFoundError("shard-7.bin")
+"""
+
+
+def test_a_failed_rank_ends_though_a_thread_of_its_program_does_not(tmp_path: Path) -> None:
+    done = rank_of(tmp_path, _ENDLESS, str(tmp_path / "log"))
+    assert done.returncode == 1 and "FileNotFoundError: shard-7.bin" in (tmp_path / "error.json").read_text()
+    assert (tmp_path / "log").read_text().endswith("its threads have not ended 0 s after its failure\n")
+
+
 @pytest.mark.integration
 def test_a_program_that_leaves_out_the_end_of_its_training_is_told(tmp_path: Path) -> None:
     steps = f"from fsdp_jobs.run.rank_state import *\nRankState({str(tmp_path)!r}, 0).report(5, 0, Phase.{{}})"
