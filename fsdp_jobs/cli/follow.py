@@ -19,12 +19,13 @@ from fsdp_jobs.run.directory import RunDir, rank_logs
 from fsdp_jobs.run.failure import reports_lost_peer
 from fsdp_jobs.run.status import RunStatus
 from fsdp_jobs.run.table import counted
-from fsdp_jobs.run.tail import Logs, looks_like_error, pause_s, rank_of, shown
+from fsdp_jobs.run.tail import Logs, looks_like_error, pause_s, rank_of
 from fsdp_jobs.run.verdict import FINAL_ERRORS, Verdict
 from fsdp_jobs.submit.overview import VERDICT_S, RunSummary, goodput_of, state_of, summary_of
 from fsdp_jobs.submit.submitted import job_of, named
 
 _REFRESH_S = 0.25
+_MOST_BYTES = 1e6  # of a rank's log that are shown at once: terminals are slower than programs
 _PLAIN_EVERY_S = 5.0  # between progress lines where nothing can be redrawn
 
 
@@ -122,10 +123,10 @@ class Follower:
         for event in self.status.update():
             if sentence := event.sentence():
                 say(Text.assemble((f"{datetime.fromtimestamp(event.time):%H:%M:%S} ", "dim"), (sentence, event.style)))
-        for file, line in self._logs.new():
+        for file, line in self._logs.new(_MOST_BYTES):
             rank = rank_of(file)
             if (rank == "0" or looks_like_error(line)) and not reports_lost_peer(line):
-                say(f"[{file.parent.name} rank {rank}] {shown(line)}", "dim")
+                say(f"[{file.parent.name} rank {rank}] {line}", "dim")
 
 
 def summary(status: RunStatus) -> None:
@@ -147,7 +148,7 @@ def summary(status: RunStatus) -> None:
 
 def _facts(status: RunStatus) -> Iterator[tuple[str, str]]:
     if status.loss is not None and status.first_loss is not None:
-        yield "loss", f"{status.first_loss:.3f} -> {status.loss:.3f} over {counted(status.step, 'step')}"
+        yield "loss", f"{status.first_loss:#.4g} -> {status.loss:#.4g} over {counted(status.step, 'step')}"
     if recoveries := [b.recovered for b in status.breaks if not b.is_planned]:
         repeated = f"{counted(status.lost_steps, 'step')} repeated"
         costs = f": {', '.join(recoveries)} until the next step; {repeated}" if status.has_steps else ""

@@ -24,7 +24,7 @@ from fsdp_jobs.config.terminal import complain, print_json, say, show_table
 from fsdp_jobs.run.directory import RunDir, checkpoints_of, pending_in, rank_logs, runs_in, user_name
 from fsdp_jobs.run.status import OVER, RunStatus
 from fsdp_jobs.run.table import counted, size
-from fsdp_jobs.run.tail import follow_files, label, looks_like_error, numbers_of, shown
+from fsdp_jobs.run.tail import follow_files, label, looks_like_error, numbers_of
 from fsdp_jobs.run.verdict import EXIT_FAILED, EXIT_REQUEUE
 from fsdp_jobs.submit.overview import UNREADABLE, VERDICT_S, Overview, story_of
 from fsdp_jobs.submit.stop import stop
@@ -217,7 +217,7 @@ def logs(args: list[str]) -> int:
             attempt, node, rank = numbers_of(file)
             print_json({"attempt": attempt, "node": node, "rank": rank, "line": line})
         else:
-            print(f"[{label(file)}] {shown(line)}", flush=flags.follow)
+            print(f"[{label(file)}] {line}", flush=flags.follow)
     print(end="", flush=True)
     return 0
 

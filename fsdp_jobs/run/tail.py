@@ -192,16 +192,16 @@ def last_lines(file: Path, count: int, begin: int = 0) -> str:
     newest = list[bytes]()
     with suppress(OSError):  # its storage may not answer
         newest += itertools.islice(lines_backwards(file, begin), count)
-    return "\n".join(shown(line.decode(errors="replace")) for line in reversed(newest))
+    return "\n".join(map(shown, reversed(newest)))
 
 
-def shown(line: str) -> str:
+def shown(line: bytes) -> str:
     """Return what a terminal shows of a line: a progress bar replaces itself after each carriage return."""
-    return _MOVE.sub("", line).rstrip("\r").rpartition("\r")[2]
+    return _MOVE.sub("", line.decode(errors="replace")).rstrip("\r").rpartition("\r")[2]
 
 
 class Logs:
-    """New lines of all files under a folder that match a pattern; files may be created later."""
+    """New lines, as `shown`, of all files under a folder that match a pattern; files may be created later."""
 
     def __init__(self, folder: Path, pattern: str):
         self.folder, self.pattern = folder, pattern
@@ -221,19 +221,22 @@ class Logs:
         nodes = [list(node) for _, node in itertools.groupby(tails, lambda tail: tail.path.parent)]
         backlog = [_timed_lines(tail, times) for node in nodes for tail, times in zip(node, _times(node), strict=True)]
         for _, file, line in heapq.merge(*backlog, key=lambda timed: timed[0]):
-            yield file, line.decode(errors="replace")
+            yield file, shown(line)
 
-    def new(self) -> Iterator[tuple[Path, str]]:
-        """Yield lines completed since the last call, each with its file."""
+    def new(self, most: float = math.inf) -> Iterator[tuple[Path, str]]:
+        """Yield lines completed since the last call, each with its file: of each file about the last `most` bytes."""
         for tail in self._all():
+            if (grown := size_of(tail.path) - tail.offset) > most:
+                tail.skip(but=int(most))
+                yield tail.path, f"... {(grown - most) / 1e6:,.0f} MB left out"
             for line in tail.lines():
-                yield tail.path, line.decode(errors="replace")
+                yield tail.path, shown(line)
 
     def unfinished(self) -> Iterator[tuple[Path, str]]:
         """Yield unfinished last lines, each with its file."""
         for file, tail in self._tails.items():
             if rest := tail.unfinished():
-                yield file, rest.decode(errors="replace")
+                yield file, shown(rest)
 
     def _all(self) -> list[Tail]:
         files = sorted(self.folder.glob(self.pattern), key=str)  # comparing paths is slow

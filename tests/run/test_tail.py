@@ -113,10 +113,18 @@ def test_of_long_logs_the_end_is_ordered_without_reading_all_times(
     assert not caplog.records
 
 
-def test_of_a_progress_bar_only_its_newest_state_is_among_the_last_lines(tmp_path: Path) -> None:
+def test_of_a_log_that_grows_faster_than_it_is_shown_the_newest_lines_are_new(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("a line\n" * 500_000 + "the last\n")
+    left_out, *lines = (line for _, line in Logs(tmp_path, "log").new(most=1e6))
+    assert left_out == "... 3 MB left out" and lines[-1] == "the last" and 100_000 < len(lines) < 150_000
+
+
+def test_of_a_progress_bar_only_its_newest_state_is_shown(tmp_path: Path) -> None:
     bar = " 1%|  | 1/99 [00:01]\r 2%|  | 2/99 [00:02]\r"
     (tmp_path / "log").write_text(f"begins\r\n{bar} 3%|  | 3/99 [00:03]ValueError: no data\n", newline="")
-    assert last_lines(tmp_path / "log", 2) == "begins\n 3%|  | 3/99 [00:03]ValueError: no data"
+    newest = ["begins", " 3%|  | 3/99 [00:03]ValueError: no data"]
+    assert last_lines(tmp_path / "log", 2).split("\n") == newest
+    assert [line for _, line in Logs(tmp_path, "log").backlog()] == newest
 
 
 def test_the_tail_of_a_short_file(tmp_path: Path) -> None:
