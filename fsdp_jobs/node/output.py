@@ -1,9 +1,4 @@
-"""In the agent: read steps and losses that the user's program prints, if it does not report them. No torch.
-
-Without a setting it recognizes lines with a step and a loss, as torchtitan, lingua, nanoGPT and most scripts print
-them; lines with an epoch, its steps and a loss, as timm's and Lightning's bar; the bar of diffusers; and transformers'
-Trainer, which shows its steps only in its progress bar.
-"""
+"""In the agent: read steps and losses that the user's program prints, if it does not report them. No torch."""
 
 from __future__ import annotations
 
@@ -18,9 +13,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from fsdp_jobs.node.lines import Reader, Reading
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.events import append_line
-from fsdp_jobs.run.failure import CONTROL
 from fsdp_jobs.run.goodput import StepClock
 from fsdp_jobs.run.messages import Round
 from fsdp_jobs.run.rank_state import RankState
@@ -30,182 +25,7 @@ from fsdp_jobs.run.threads import start_thread
 
 _EVERY_S = 0.5  # between two reads of the log
 _MOST = 1 << 20  # bytes read at once
-_HIGHEST = 1 << 53  # steps are lower
 _LONGEST_LINE = 1 << 12  # bytes of a line that are parsed
-_NUMBER = r"[-+]?\d{1,3}(?:,\d{3})+\.\d+|[-+]?\d+\.?\d*(?:e[-+]?\d+)?|[-+]?inf|nan"
-_BEFORE_LOSS = r"(?:(?!loss).)*?"
-_BEFORE_STEPS = r"(?:(?!\b(?:step|iter|batch|epoch|loss)).)*?"
-_EVALUATING = "val eval test valid validate validation evaluate evaluation dev h[eo]ldout h[eo]ld.out"
-_NO_TRAINING = "".join(f"(?<!{word}[ .-])" for word in _EVALUATING.split())
-_EVALUATES = r"""(?:
-    val|eval|valid|validat\w+|evaluat\w+|testing|inference|h[eo]ld[-_ ]?out  # `test` may be a program's own name
-    |cv(?=[ ](?:batch|\|[ ](?:epoch|step)))  # WeNet's, no fold of a cross-validation
-)\b"""
-_FIELD_END = r"(?:\s*[])|]|\s+-\s|:\s*(?![-+\d\s]|n/?a)|\s(?:set|split)\b|\s(?:avg|mean|total)[ _]loss\b)"
-_WENET = r"(?<=debug[ ])train(?:[ ]\|[ ]steps/sec[ ][\d.]+\|)?[ ]batch[ ]"  # epoch/step
-
-
-def _pattern(text: str) -> re.Pattern[str]:
-    """Compile a pattern in which `[ ]` is a blank; other blanks, and comments behind `#`, are ignored."""
-    return re.compile(text, re.IGNORECASE | re.VERBOSE)
-
-
-_EVALUATION = _pattern(rf"""
-    ^(?=.*(?:val(?!_)|test|inference|h[eo]ld|cv))(?:  # most lines have none of them
-        # At the beginning of a line or of its message, before any step,
-        {_BEFORE_STEPS}(?:^\W*|(?:[\[\]:|>]|[ ]-[ ]|[ ](?:INFO|DEBUG)[ ])\s*){_EVALUATES}(?![-=/.])
-        # as a word by itself before the loss,
-        |{_BEFORE_LOSS}(?<![\w/.-]){_EVALUATES}{_FIELD_END}
-        # or as `test`, if it is a field behind a step, or begins a message as a title,
-        |(?:(?!loss|step|iter|batch|epoch).)*?
-        (?:(?:step|iter|batch|epoch){_BEFORE_LOSS}[\[(|]|(?:^|[\[(|])(?=\s*(?-i:T)))\s*test{_FIELD_END}
-        # or as JSON's object or truth,
-        |{_BEFORE_LOSS}\b{_EVALUATES}['"]?\s*[:=]\s*(?:\{{|true)
-        # or as the part of the data that a key names, anywhere.
-        |.*\b(?:split|mode|phase|stage|subset|type|event)['"]?\s*[:=]\s*['"]?(?:{_EVALUATES}|test\b)
-    )
-""")
-_RESTORED = _pattern(rf"""
-    # Step and loss of the checkpoint with which a program begins, maybe those of another training.
-    ^(?=.*(?:load|resum|restor))(?!.*%\|){_BEFORE_STEPS}
-    \b(?:loaded|resum(?:ed|ing)|restor(?:ed|ing)|loading[ ](?:checkpoint|model|weights))\b(?!\s*[])=]|\W*\d)
-""")
-_LOSS = _pattern(rf"""
-    (?<![\w/])(?=[almrst]){_NO_TRAINING}
-    (?<!aux[ ])(?<!balance[ ])(?<!best[ ])(?<!z-)  # parts of a loss that has several
-    (?:(?:train(?:ing)?|step|total|avg|avr|mean|running|lm|reduced_train)[_ /])?
-    (?:crossentropy)?loss(?:_step|[ ]train|(?:/(?!val|eval|test)\w+)+(?!/))?
-    ['"]?\s*[:=]?\s*['"]?(?:tensor\()?
-    (?!0(?![.\d'"]))(?P<loss>{_NUMBER})  # 0 is a sum that has not begun
-""")
-_STEP = _pattern(rf"""
-    \b(?=[begins-t\d]){_NO_TRAINING}  # first letters, checked before the slower look-behinds
-    (?<!micro[ -])(?<!accumulation[ ])(?<!warmup[ -])
-    (?:
-        training[ ]+\[[ ]*(?=\d+/\d+\][ ]+eta)  # DINOv2
-        |iter\(train\)[ ]+\[[ ]*  # MMEngine
-        |(?<!\|)\d+(?:\||,[ ]+)(?=\d+(?:\||\][ ])loss)  # torchtune, PyTorch's first tutorial
-        |{_WENET}\d+/
-        |train:\d+-(?=\d+batch:)  # ESPnet
-        |(?:
-            global[_ ]?step(?:/max_steps)?|step|iter(?:ation)?|num_update
-            |(?<=\[)batch|batch(?=\W+\d+/\d)|epoch\W+\d+(?:/\d+)?\W+batch(?!.*\b(?:step|iter))
-        )
-        (?:s(?!.*\b(?:step|iter)['"]?\s*[:=]?\s*\d))?  # not of `steps 9 | step 1`
-        ['"]?\s*[:=#]?\s*['"\[]?
-    )
-    (?:\d+%\|.*\|\s*)?  # a bar
-    (?P<step>\d[\d,]*)(?![\d.]*(?!batch:)[\w%])(?:\s*(?:/|of)\s*(?P<steps>\d[\d,]*))?
-""")
-_WORD_END = re.compile(r"[^\W\d][ /-]")  # `max steps 9` and `ms/step 9` are no step if there is another
-_HEADING = re.compile(r"\[(?:step|batch)=[^]]*\]:?$")  # the indented lines below it belong to its step
-_WORDS = ("loss", "step", "iter", "epoch", "[batch", "%|")  # a line with none of them shows nothing
-_BAR = _pattern(r"^\s*(?:(?:train(?:ing)?:?[ ]+)?\d+%\|.*\|[ ]+)?(?P<step>[1-9]\d*)/(?P<steps>\d+)[ ][\[━]")
-_EPOCH = _pattern(rf"""
-    \b(?:epoch['"]?\s*[:=]?\s*\[?|{_WENET}|info:[ ](?=\d+epoch:)|(?=\d+,[ ]+\d+\][ ]loss))(?P<epoch>\d+)(?!\.?\d)
-""")
-_EPOCH_TITLE = _pattern(r"""  # a line or a message of its own: the epoch of the steps below, if it is not the only one
-    (?:^\W*|[\]:|>][ ]?|[ ]-[ ]|[ ]INFO[ ])(?:(?:training|start|starting)[ ])?
-    epoch\W*(?P<epoch>\d+)(?:\W*(?:/|of)\W*(?!1\b)\d+)?\W*$
-""")
-_OF_EPOCH = _pattern(rf"""
-    \b(?=[et]){_NO_TRAINING}(?:epoch(?::[ ]\[|\(train\)[ ]+\[|[ ]+\[?)|train:[ ]\[?)
-    (?P<epoch>\d+)(?!\d*%)(?:/\d+)?[\]:\s]*(?:[\[(]?train(?:ing)?[\])]?:\s*)?
-    (?:\W*(?:train(?:ing)?[ ])?loss\W+[\d.].*?:\s*(?=\d+%\|))?  # in the name of a bar
-    (?:
-        \d+%\|.*\|(?!\s*0/)  # a bar
-        |\|[^|]*\|(?=\s*[1-9]\d*/\?)|(?=[1-9]\d*it[ ]\[)  # bars without an end
-        |[\[|]  # not `Train Epoch: 1 [640/60000 (1%)]`, which are samples
-    )
-    \s*(?P<step>\d+)(?:/\s*(?:(?P<steps>\d+)|\?)|it[ ]\[)
-""")
-_RESUMED = re.compile(r"^Training: \|.*\| (?P<step>[1-9]\d*)/\? \[")  # Lightning's bar up to the end of the epoch
-
-
-@dataclass(frozen=True)
-class Reading:
-    """Step and loss in a line."""
-
-    step: int
-    steps: int | None = None  # the total; beside an epoch, the epoch's last
-    loss: float | None = None
-    epoch: int | None = None  # -1: that in which the program has resumed
-
-
-class Reader:
-    """Finds steps and losses in lines."""
-
-    def __init__(self, pattern: str | None):
-        """`pattern`: `program.metrics`, which replaces the known formats."""
-        self._pattern = re.compile(pattern) if pattern is not None else None
-        self._loss: dict[str, str | None] = {}  # printed by the Trainer; its progress bar shows the step next
-        self._step: dict[str, str | None] = {}  # all of the last line, or of a heading; its loss may follow
-        self._epoch: dict[str, str | None] = {}  # of the last title
-
-    def read(self, line: str) -> Reading | None:
-        """Parse a line; None if it shows no step."""
-        if self._pattern is None and not any(map(line.lower().__contains__, _WORDS)):  # patterns take ten times as long
-            self._step = self._step if line[:1].isspace() else {}
-            return None
-        with suppress(ValueError):  # thousands of digits, or a user's pattern matches something else than a number
-            return self._read(CONTROL.sub("", line))
-        return None
-
-    def _read(self, line: str) -> Reading | None:
-        if self._pattern is not None:
-            return _reading(_groups(self._pattern, line))
-        if title := _groups(_EPOCH_TITLE, line):
-            self._epoch, self._step = title, {}
-            return None
-        loss = _plain(_LOSS, line)
-        if loss and (_EVALUATION.search(line) or _RESTORED.search(line)):
-            return None
-        if (of_epoch := _groups(_OF_EPOCH, line)) and (loss or "%|" in line):
-            of_epoch["steps"] = of_epoch["steps"] or of_epoch["step"]  # a bar without an end
-            return _reading(of_epoch | loss)
-        if loss and (resumed := _groups(_RESUMED, line)):
-            return _reading(resumed | loss | {"epoch": "-1"})
-        if (told := self._loss or (loss if self._epoch else {})) and (bar := _groups(_BAR, line)):
-            self._loss = {}
-            return _reading(self._epoch | bar | told)
-        if "'train_runtime'" in line:
-            loss = {"loss": None}  # it is a mean over the run
-        is_heading = _STEP.fullmatch(line.strip()) or _HEADING.search(line.rstrip())
-        step = _plain(_STEP, line) if loss or is_heading else {}
-        if step:
-            step = self._epoch | step | _groups(_EPOCH, line)
-        if line.lstrip().startswith("{"):
-            self._loss = {} if step else loss
-        before = self._step
-        if is_heading:
-            self._step = step
-        elif not line[:1].isspace():
-            self._step = {}
-        return _reading((step or before) | loss) if loss else None
-
-
-def _groups(pattern: re.Pattern[str], line: str) -> dict[str, str | None]:
-    """Return what the groups of a pattern have found; without names they are the step and the loss."""
-    found = pattern.search(line)
-    return found.groupdict() or dict(zip(("step", "loss"), found.groups(), strict=False)) if found else {}
-
-
-def _plain(pattern: re.Pattern[str], line: str) -> dict[str, str | None]:
-    """Return the groups of the first match behind no word (2 in `kl loss 1 | loss 2`), or else of the first match."""
-    first = found = pattern.search(line)
-    while found and _WORD_END.match(line, max(found.start() - 2, 0), found.start()):
-        found = pattern.search(line, found.end())
-    return (found or first).groupdict() if first else {}
-
-
-def _reading(groups: dict[str, str | None]) -> Reading | None:
-    numbers: dict[str, Any] = {
-        name: (float if name == "loss" else int)(text.replace(",", "")) for name, text in groups.items() if text
-    }
-    if numbers.get("steps", 0) < numbers.get("step", 0):
-        numbers.pop("steps", None)  # an epoch's, while the step counts over all
-    is_step = max(numbers.get("step", _HIGHEST), numbers.get("steps", 0)) < _HIGHEST
-    return Reading(**numbers) if is_step else None
 
 
 class OutputMetrics:
@@ -243,7 +63,7 @@ class OutputMetrics:
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._over.wait(_EVERY_S):
+        while not self._over.wait(0.01 if any(followed.is_behind for followed in self._followed) else _EVERY_S):
             with self._lock:
                 self._look()
         self.settle()
@@ -277,6 +97,7 @@ class _Followed:
     clock: StepClock
     offset: int  # bytes of the log already read
     looked_at: float  # seconds since 1970
+    is_behind: bool = False  # the log had more than is read at once
     newest: dict[str, Any] = field(default_factory=dict)  # line of metrics.jsonl in this round
     epoch: int | None = None  # of the newest line that has one, and over all epochs its step and its epoch's end
     step: int = -1
@@ -328,6 +149,7 @@ class _Followed:
 
     def _lines(self, is_end: bool) -> Iterator[bytes]:
         """Yield up to 1 MiB of new lines, all at the end. A progress bar ends its line only when it prints the next."""
+        self.is_behind = False
         with self.log.open("rb") as f:
             if f.seek(0, os.SEEK_END) < self.offset:  # the log was truncated
                 self.offset = 0
@@ -336,6 +158,7 @@ class _Followed:
                 *whole, rest = re.split(rb"[\r\n]", piece)
                 self.offset += len(piece) - len(rest) or len(rest) // _MOST * _MOST  # an endless line
                 is_last = len(piece) < _MOST
+                self.is_behind = not is_last
                 yield from whole
                 if rest.endswith(b"]") or (is_end and is_last):
                     yield rest
@@ -357,6 +180,6 @@ class _Followed:
             step_s = (at - self.newest["time"]) / (reading.step - self.newest["step"])
         sums = self.clock.add(reading.step, at, step_s, 0.0)
         line |= {"step_s": step_s, **sums}
-        rounded = {k: round(v, 6) if isinstance(v, float) else v for k, v in line.items() if v is not None}
+        rounded = {k: float(f"{v:.9g}") if isinstance(v, float) else v for k, v in line.items() if v is not None}
         self.newest = rounded | {"time": at}
         return self.newest

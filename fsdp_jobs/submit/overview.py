@@ -78,7 +78,7 @@ class RunSummary:
             "attempt": "-" if self.attempt is None else str(self.attempt),
             "nodes": f"{self.nodes}/{self.nodes_asked}",
             "step": steps_done(self.step or 0, self.steps),
-            "loss": "-" if self.loss is None else f"{self.loss:.4f}",
+            "loss": "-" if self.loss is None else f"{self.loss:#.5g}",
             "tok/s": "-" if self.tokens_per_s is None else f"{self.tokens_per_s:,.0f}",
             "eta": duration(self.eta_s),
             "goodput": "-" if self.goodput is None else percent(self.goodput),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import time
 from pathlib import Path
@@ -10,12 +11,15 @@ from pathlib import Path
 import pytest
 
 from fsdp_jobs.node import output as output_module
-from fsdp_jobs.node.output import OutputMetrics, Reader, Reading
+from fsdp_jobs.node.lines import Reader, Reading
+from fsdp_jobs.node.output import OutputMetrics
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.messages import Round
 from fsdp_jobs.run.rank_state import RankState
 from fsdp_jobs.run.status import RunStatus
 from fsdp_jobs.run.tail import read_json_lines
+from fsdp_jobs.run.threads import wait_until
+from fsdp_jobs.submit.overview import RunSummary
 
 ALONE = Round(0, 1, size=1, shard_group=1, rank=0, layout="", last=0, partner=None)  # a round of one node
 
@@ -103,6 +107,15 @@ LIGHTNING = "Epoch 1:  50%|█████     | 50/100 [00:05<00:05, 9.80it/s, 
         (f"step {'9' * 400} loss 1", None),
         (f" 5%|▌| {'9' * 5000}/{'9' * 5000} [00:01<00:00]", None),
         ("step 3 loss tensor(2.3450, grad_fn=<MeanBackward0>)", Reading(3, None, 2.345)),  # of print(..., loss)
+        ("{'loss': np.float64(2.3), 'step': 10}", Reading(10, None, 2.3)),
+        ("step 3 loss -inf", Reading(3, None, -math.inf)),
+        ("step 3 loss information: 2.3", None),
+        ("step 3: forward 10ms, loss 2ms, backward 20ms", None),
+        ("step 3 loss 2,31", None),  # a decimal comma, or a list
+        ("step 3 loss 1,234", None),
+        ("step 3 loss 2.1,2.2", Reading(3, None, 2.1)),
+        ("loss 2.3 tokens/step: 4096", None),
+        ("INFO | train.py:step:42 - step 10, loss 2.3", Reading(10, None, 2.3)),  # Loguru's, of a function `step`
         ("step 100 val loss 2.5", None),
         (TORCHTITAN.replace("step:", "validate step:"), None),
         ("Validation step 500/800: loss 2.9", None),
@@ -163,6 +176,34 @@ def test_the_trainer_tells_its_loss_and_its_bar_the_step() -> None:
     assert [r for line in lines if (r := reader.read(line))] == [Reading(10, 100, 2.3404), Reading(100, 100)]
 
 
+def test_an_evaluation_yields_to_another_line_of_its_step() -> None:
+    """As nanoGPT, whose `iter` was never read if it evaluates as often as it prints."""
+    reader = Reader(None)
+    lines = [
+        line
+        for step in (0, 10, 20)
+        for line in (f"step {step}: train loss 3.0, val loss 4.0", f"iter {step}: loss 2.{step}, time 12ms")
+    ]
+    said = [r for line in lines if (r := reader.read(line))]
+    assert said == [
+        Reading(0, None, 3.0),
+        *(Reading(step, None, float(f"2.{step}")) for step in (0, 10, 20)),
+    ]
+    evaluating = [f"step {step}: train loss 3.0, val loss 4.0" for step in (0, 10)]
+    assert [*map(Reader(None).read, evaluating)] == [Reading(0, None, 3.0), Reading(10, None, 3.0)]
+
+
+def test_a_bar_that_begins_anew_in_each_epoch_is_not_the_trainers() -> None:
+    reader = Reader(None)
+    lines = [
+        "100%|██████████| 20/20 [00:02<00:00,  4.5it/s]",
+        "{'loss': 2.3, 'epoch': 0}",
+        "  0%|          | 0/20 [00:00<?, ?it/s]",
+        "  5%|▌         | 1/20 [00:00<00:04,  4.5it/s]",
+    ]
+    assert [*map(reader.read, lines)] == [None] * 4
+
+
 def test_a_loss_of_zero_is_one_as_in_reinforcement_learning() -> None:
     reader = Reader(None)
     lines = ["{'loss': '0', 'grad_norm': '0.1', 'epoch': '0.1'}", " 10%|█         | 10/100 [00:02<00:20,  4.5it/s]"]
@@ -189,6 +230,8 @@ def test_what_ms_swift_adds_to_the_trainers_lines_tells_the_step() -> None:
         ("----- epoch: 2 -----", 2),
         ("2026-01-01 10:00:00 - INFO - Starting epoch 2 of 10", 2),
         ("[train] Epoch 2", 2),
+        ("Begin training epoch 2 ...", 2),
+        ("Epoch 2/10 started", 2),
         ("Saved the snapshot at epoch 2", None),
         ("Epoch 2 took 5 s", None),
         ("best epoch 2", None),
@@ -487,6 +530,9 @@ def test_a_long_line_is_parsed_at_once(fill: str) -> None:
     [
         ("step 5 | kl loss 0.1 | policy loss 0.2 | loss 2.3", Reading(5, None, 2.3)),
         ("step 5 | CTC Loss: 5.1", Reading(5, None, 5.1)),
+        ("step 5 | actor loss 0.1 | critic loss 0.2", Reading(5)),
+        ("[Epoch 0/9] [Batch 5/100] [D loss: 0.69] [G loss: 0.71]", Reading(5, 100, epoch=0)),
+        ('{"step": 5, "loss/policy": 0.1, "loss/value": 0.2, "loss/total": 2.3}', Reading(5, None, 2.3)),
         ("max steps 1000 | step 5 | loss 2.3", Reading(5, None, 2.3)),
         ("step 10 Loss/test: 2.4 Loss/train: 2.3", Reading(10, None, 2.3)),
         ('{"step": 5, "loss": 2.3, "split": "train", "val": null}', Reading(5, None, 2.3)),
@@ -581,3 +627,23 @@ def test_the_first_steps_after_a_silence_take_no_part_of_it(tmp_path: Path, monk
     lines = list(read_json_lines(run.metrics))
     assert [line["time"] for line in lines] == pytest.approx([1099.6, 1099.7, 1099.8, 1099.9, 1100], abs=0.09)
     assert lines[-1]["useful_s"] == pytest.approx(0.4, abs=0.01)
+
+
+def test_a_loss_of_any_size_is_recorded_and_shown(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    losses = {"2.5e-08": "2.5000e-08", "0.693147": "0.69315", "2.5": "2.5000", "1234567.5": "1.2346e+06", "nan": "nan"}
+    log, output = begun(run)
+    log.write_text("".join(f"step {i} loss {loss}\n" for i, loss in enumerate(losses)))
+    output.close()
+    assert [str(line["loss"]) for line in read_json_lines(run.metrics)] == [*map(str, map(float, losses))]
+    assert [RunSummary("", "", "", loss=float(loss)).cells()["loss"] for loss in losses] == [*losses.values()]
+
+
+def test_much_output_is_read_as_fast_as_it_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output_module, "_EVERY_S", 1.0)
+    run = RunDir(tmp_path)
+    log, output = begun(run)
+    log.write_text(("x" * 120 + "\n") * 100_000 + "step 1 loss 3.0\n")
+    is_read = wait_until(run.metrics.exists, 6)
+    output.close()
+    assert is_read

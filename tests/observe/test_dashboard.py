@@ -234,7 +234,7 @@ def test_the_states_are_those_of_status_and_only_what_changed_is_sent(tmp_path: 
     until(agrees, "the rows agree with status")
     before = dict(looked.rows)
     add_line(done.metrics, step_line(21, 140.0, 0.1234))
-    until(lambda: looked.rows["done"]["loss"] == "0.1234", "the new step")
+    until(lambda: looked.rows["done"]["loss"] == "0.12340", "the new step")
     assert looked.rows["gone"] is before["gone"] and looked.rows["elsewhere"] is before["elsewhere"]
 
 

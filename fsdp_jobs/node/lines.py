@@ -1,0 +1,218 @@
+"""Find steps and losses in lines that programs print. No torch.
+
+Without a setting it recognizes lines with a step and a loss, as torchtitan, lingua, nanoGPT and most scripts print
+them; lines with an epoch, its steps and a loss, as timm's and Lightning's bar; the bar of diffusers; and transformers'
+Trainer, which shows its steps only in its progress bar.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from fsdp_jobs.run.failure import CONTROL
+
+_HIGHEST = 1 << 53  # steps are lower
+# Not `2,31` or `1,234`, which may be either, nor the beginning of `12ms` or of `information`.
+_NUMBER = r"(?:[-+]?(?:\d{1,3}(?:,\d{3})+\.\d++|\d++(?!,\d)(?:\.\d*+)?+(?:e[-+]?\d++)?+|inf(?:inity)?)|nan)(?![\w%])"
+_BEFORE_LOSS = r"(?:(?!loss).)*?"
+_BEFORE_STEPS = r"(?:(?!\b(?:step|iter|batch|epoch|loss)).)*?"
+_EVALUATING = "val eval test valid validate validation evaluate evaluation dev h[eo]ldout h[eo]ld.out"
+_NO_TRAINING = "".join(f"(?<!{word}[ .-])" for word in _EVALUATING.split())
+_EVALUATES = r"""(?:
+    val|eval|valid|validat\w+|evaluat\w+|testing|inference|h[eo]ld[-_ ]?out  # `test` may be a program's own name
+    |cv(?=[ ](?:batch|\|[ ](?:epoch|step)))  # WeNet's, no fold of a cross-validation
+)\b"""
+_FIELD_END = r"(?:\s*[])|]|\s+-\s|:\s*(?![-+\d\s]|n/?a)|\s(?:set|split)\b|\s(?:avg|mean|total)[ _]loss\b)"
+_WENET = r"(?<=debug[ ])train(?:[ ]\|[ ]steps/sec[ ][\d.]+\|)?[ ]batch[ ]"  # epoch/step
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    """Compile a pattern in which `[ ]` is a blank; other blanks, and comments behind `#`, are ignored."""
+    return re.compile(text, re.IGNORECASE | re.VERBOSE)
+
+
+_EVALUATION = _pattern(rf"""
+    ^(?=.*(?:val(?!_)|test|inference|h[eo]ld|cv))(?:  # most lines have none of them
+        # At the beginning of a line or of its message, before any step,
+        {_BEFORE_STEPS}(?:^\W*|(?:[\[\]:|>]|[ ]-[ ]|[ ](?:INFO|DEBUG)[ ])\s*){_EVALUATES}(?![-=/.])
+        # as a word by itself before the loss,
+        |{_BEFORE_LOSS}(?<![\w/.-]){_EVALUATES}{_FIELD_END}
+        # or as `test`, if it is a field behind a step, or begins a message as a title,
+        |(?:(?!loss|step|iter|batch|epoch).)*?
+        (?:(?:step|iter|batch|epoch){_BEFORE_LOSS}[\[(|]|(?:^|[\[(|])(?=\s*(?-i:T)))\s*test{_FIELD_END}
+        # or as JSON's object or truth,
+        |{_BEFORE_LOSS}\b{_EVALUATES}['"]?\s*[:=]\s*(?:\{{|true)
+        # or as the part of the data that a key names, anywhere.
+        |.*\b(?:split|mode|phase|stage|subset|type|event)['"]?\s*[:=]\s*['"]?(?:{_EVALUATES}|test\b)
+    )
+""")
+_RESTORED = _pattern(rf"""
+    # Step and loss of the checkpoint with which a program begins, maybe those of another training.
+    ^(?=.*(?:load|resum|restor))(?!.*%\|){_BEFORE_STEPS}
+    \b(?:loaded|resum(?:ed|ing)|restor(?:ed|ing)|loading[ ](?:checkpoint|model|weights))\b(?!\s*[])=]|\W*\d)
+""")
+_LOSS = _pattern(rf"""
+    (?<![\w/])(?=[almrst]){_NO_TRAINING}
+    (?<!aux[ ])(?<!balance[ ])(?<!best[ ])(?<!z-)  # parts of a loss that has several
+    (?:(?:train(?:ing)?|step|total|avg|avr|mean|running|lm|reduced_train)[_ /])?
+    (?:crossentropy)?loss(?:_step|[ ]train|(?:/(?!val|eval|test)\w+)+(?!/))?
+    ['"]?\s*[:=]?\s*['"]?(?:(?:tensor|array|[\w.]*float\d+)\()?
+    (?!0(?![.\d'"]))(?P<loss>{_NUMBER})  # 0 is a sum that has not begun
+""")
+_STEP = _pattern(rf"""
+    \b(?=[begins-t\d]){_NO_TRAINING}  # first letters, checked before the slower look-behinds
+    (?<!micro[ -])(?<!accumulation[ ])(?<!warmup[ -])(?<!s/)  # `s/step 3`
+    (?:
+        training[ ]+\[[ ]*(?=\d+/\d+\][ ]+eta)  # DINOv2
+        |iter\(train\)[ ]+\[[ ]*  # MMEngine
+        |(?<!\|)\d+(?:\||,[ ]+)(?=\d+(?:\||\][ ])loss)  # torchtune, PyTorch's first tutorial
+        |{_WENET}\d+/
+        |train:\d+-(?=\d+batch:)  # ESPnet
+        |(?:
+            global[_ ]?step(?:/max_steps)?|step|iter(?:ation)?|num_update
+            |(?<=\[)batch|batch(?=\W+\d+/\d)|epoch\W+\d+(?:/\d+)?\W+batch(?!.*\b(?:step|iter))
+        )
+        (?:s(?!.*\b(?:step|iter)['"]?\s*[:=]?\s*\d))?  # not of `steps 9 | step 1`
+        ['"]?\s*[:=#]?\s*['"\[]?
+    )
+    (?:\d+%\|.*\|\s*)?  # a bar
+    (?P<step>\d[\d,]*)(?![\d.]*(?!batch:)[\w%])(?:\s*(?:/|of)\s*(?P<steps>\d[\d,]*))?
+""")
+_WORD_END = re.compile(r"[^\W\d][ /:-]")  # `max steps 9` and `train.py:step:9` are no step if there is another
+_PART = _pattern(r"loss/(?!train|total)")
+_VALIDATION = _pattern(rf"(?<![^\W_])(?:{'|'.join(_EVALUATING.split())})(?![^\W_])")
+_HEADING = re.compile(r"\[(?:step|batch)=[^]]*\]:?$")  # the indented lines below it belong to its step
+_WORDS = ("loss", "step", "iter", "epoch", "[batch", "%|")  # a line with none of them shows nothing
+_BAR = _pattern(r"^\s*(?:(?:train(?:ing)?:?[ ]+)?\d+%\|.*\|[ ]+)?(?P<step>[1-9]\d*)/(?P<steps>\d+)[ ][\[━]")
+_EPOCH = _pattern(rf"""
+    \b(?:epoch['"]?\s*[:=]?\s*\[?|{_WENET}|info:[ ](?=\d+epoch:)|(?=\d+,[ ]+\d+\][ ]loss))(?P<epoch>\d+)(?!\.?\d)
+""")
+_EPOCH_TITLE = _pattern(r"""  # a line or a message of its own: the epoch of the steps below, if it is not the only one
+    (?:^\W*|[\]:|>][ ]?|[ ]-[ ]|[ ]INFO[ ])(?:(?:training|start\w*|begin\w*)[ ])*
+    epoch\W*(?P<epoch>\d+)(?:\W*(?:/|of)\W*(?!1\b)\d+)?(?:[ ](?:start|begin)\w*)?\W*$
+""")
+_OF_EPOCH = _pattern(rf"""
+    \b(?=[et]){_NO_TRAINING}(?:epoch(?::[ ]\[|\(train\)[ ]+\[|[ ]+\[?)|train:[ ]\[?)
+    (?P<epoch>\d+)(?!\d*%)(?:/\d+)?[\]:\s]*(?:[\[(]?train(?:ing)?[\])]?:\s*)?
+    (?:\W*(?:train(?:ing)?[ ])?loss\W+[\d.].*?:\s*(?=\d+%\|))?  # in the name of a bar
+    (?:
+        \d+%\|.*\|(?!\s*0/)  # a bar
+        |\|[^|]*\|(?=\s*[1-9]\d*/\?)|(?=[1-9]\d*it[ ]\[)  # bars without an end
+        |[\[|]  # not `Train Epoch: 1 [640/60000 (1%)]`, which are samples
+    )
+    \s*(?P<step>\d+)(?:/\s*(?:(?P<steps>\d+)|\?)|it[ ]\[)
+""")
+_RESUMED = re.compile(r"^Training: \|.*\| (?P<step>[1-9]\d*)/\? \[")  # Lightning's bar up to the end of the epoch
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Step and loss in a line."""
+
+    step: int
+    steps: int | None = None  # the total; beside an epoch, the epoch's last
+    loss: float | None = None
+    epoch: int | None = None  # -1: that in which the program has resumed
+
+
+class Reader:
+    """Finds steps and losses in lines."""
+
+    def __init__(self, pattern: str | None):
+        """`pattern`: `program.metrics`, which replaces the known formats."""
+        self._pattern = re.compile(pattern) if pattern is not None else None
+        self._loss: dict[str, str | None] = {}  # printed by the Trainer; its progress bar shows the step next
+        self._step: dict[str, str | None] = {}  # all of the last line, or of a heading; its loss may follow
+        self._epoch: dict[str, str | None] = {}  # of the last title
+        self._bars: dict[str | None, int] = {}  # last -> newest step of progress bars without a name
+        self._evaluated: tuple[int | None, int] | None = None  # epoch and step of the last line with a validation
+        self._skips_evaluated = False  # other lines show those steps, too, as nanoGPT's `iter`
+
+    def read(self, line: str) -> Reading | None:
+        """Parse a line; None if it shows no step."""
+        if self._pattern is None and not any(map(line.lower().__contains__, _WORDS)):  # patterns take ten times as long
+            self._step = self._step if line[:1].isspace() else {}
+            return None
+        with suppress(ValueError):  # thousands of digits, or a user's pattern matches something else than a number
+            line = CONTROL.sub("", line)
+            if self._pattern is not None:
+                return _reading(_groups(self._pattern, line))
+            reading = self._read(line)
+            return None if reading is None or self._is_evaluation(reading, line) else reading
+        return None
+
+    def _is_evaluation(self, reading: Reading, line: str) -> bool:
+        """Whether a line has a validation beside its loss, and a line behind such a one has shown the same step."""
+        at = reading.epoch, reading.step
+        if not _VALIDATION.search(line):
+            self._skips_evaluated |= at == self._evaluated
+            return False
+        self._evaluated = at
+        return self._skips_evaluated
+
+    def _read(self, line: str) -> Reading | None:
+        if title := _groups(_EPOCH_TITLE, line):
+            self._epoch, self._step, self._loss = title, {}, {}
+            return None
+        loss = _plain(_LOSS, line)
+        if loss and (_EVALUATION.search(line) or _RESTORED.search(line)):
+            return None
+        if (of_epoch := _groups(_OF_EPOCH, line)) and (loss or "%|" in line):
+            of_epoch["steps"] = of_epoch["steps"] or of_epoch["step"]  # a bar without an end
+            return _reading(of_epoch | loss)
+        if loss and (resumed := _groups(_RESUMED, line)):
+            return _reading(resumed | loss | {"epoch": "-1"})
+        if bar := _groups(_BAR, line):
+            at, reached = int(bar["step"] or 0), self._bars.get(bar["steps"], 0)
+            told = self._loss if at >= reached else {}  # one that begins anew is an epoch's, not the Trainer's
+            self._bars[bar["steps"]], self._loss = at, {}
+            if told := told or (loss if self._epoch else {}):
+                return _reading(self._epoch | bar | told)
+        if "'train_runtime'" in line:
+            loss = {"loss": None}  # it is a mean over the run
+        is_heading = _STEP.fullmatch(line.strip()) or _HEADING.search(line.rstrip())
+        step = _plain(_STEP, line) if loss or is_heading else {}
+        if step:
+            step = self._epoch | step | _groups(_EPOCH, line)
+        if line.lstrip().startswith("{"):
+            self._loss = {} if step else loss
+        before = self._step
+        if is_heading:
+            self._step = step
+        elif not line[:1].isspace():
+            self._step = {}
+        return _reading((step or before) | loss) if loss else None
+
+
+def _groups(pattern: re.Pattern[str], line: str) -> dict[str, str | None]:
+    """Return what the groups of a pattern have found; without names they are the step and the loss."""
+    found = pattern.search(line)
+    return found.groupdict() or dict(zip(("step", "loss"), found.groups(), strict=False)) if found else {}
+
+
+def _plain(pattern: re.Pattern[str], line: str) -> dict[str, str | None]:
+    """Return the groups of the first match behind no word (2 in `kl loss 1 | loss 2`), or else of the first match.
+
+    Of a loss that has only parts (`kl loss 1 | policy loss 2`) none is taken.
+    """
+    parts = []
+    for found in pattern.finditer(line):
+        if not _WORD_END.match(line, max(found.start() - 2, 0), found.start()) and not _PART.search(found[0]):
+            return found.groupdict()
+        parts.append(found.groupdict())
+    if pattern is _LOSS and len(parts) > 1:
+        return {"loss": None}
+    return parts[0] if parts else {}
+
+
+def _reading(groups: dict[str, str | None]) -> Reading | None:
+    numbers: dict[str, Any] = {
+        name: (float if name == "loss" else int)(text.replace(",", "")) for name, text in groups.items() if text
+    }
+    if numbers.get("steps", 0) < numbers.get("step", 0):
+        numbers.pop("steps", None)  # an epoch's, while the step counts over all
+    is_step = max(numbers.get("step", _HIGHEST), numbers.get("steps", 0)) < _HIGHEST
+    return Reading(**numbers) if is_step else None
