@@ -7,6 +7,7 @@ Trainer, which shows its steps only in its progress bar.
 
 from __future__ import annotations
 
+import math
 import re
 from contextlib import suppress
 from dataclasses import dataclass
@@ -82,6 +83,7 @@ _STEP = _pattern(rf"""
     (?P<step>\d[\d,]*)(?![\d.]*(?!batch:)[\w%])(?:\s*(?:/|of)\s*(?P<steps>\d[\d,]*))?
 """)
 _WORD_END = re.compile(r"[^\W\d][ /:-]")  # `max steps 9` and `train.py:step:9` are no step if there is another
+_RANK = _pattern(r"(?:^|[\[(|])\s*rank[ :=]*(\d+)\s*[\])|:]")
 _PART = _pattern(r"loss/(?!train|total)")
 _VALIDATION = _pattern(rf"(?<![^\W_])(?:{'|'.join(_EVALUATING.split())})(?![^\W_])")
 _HEADING = re.compile(r"\[(?:step|batch)=[^]]*\]:?$")  # the indented lines below it belong to its step
@@ -128,6 +130,7 @@ class Reader:
         self._step: dict[str, str | None] = {}  # all of the last line, or of a heading; its loss may follow
         self._epoch: dict[str, str | None] = {}  # of the last title
         self._bars: dict[str | None, int] = {}  # last -> newest step of progress bars without a name
+        self._rank = math.inf  # the lowest that lines name: a program that starts its ranks itself has one log for all
         self._evaluated: tuple[int | None, int] | None = None  # epoch and step of the last line with a validation
         self._skips_evaluated = False  # other lines show those steps, too, as nanoGPT's `iter`
 
@@ -140,8 +143,13 @@ class Reader:
             line = CONTROL.sub("", line)
             if self._pattern is not None:
                 return _reading(_groups(self._pattern, line))
-            reading = self._read(line)
-            return None if reading is None or self._is_evaluation(reading, line) else reading
+            if (reading := self._read(line)) is None:
+                return None
+            if of_rank := _RANK.search(line):
+                self._rank = min(self._rank, rank := int(of_rank[1]))
+                if rank > self._rank:
+                    return None
+            return None if self._is_evaluation(reading, line) else reading
         return None
 
     def _is_evaluation(self, reading: Reading, line: str) -> bool:

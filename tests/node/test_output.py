@@ -193,6 +193,13 @@ def test_an_evaluation_yields_to_another_line_of_its_step() -> None:
     assert [*map(Reader(None).read, evaluating)] == [Reading(0, None, 3.0), Reading(10, None, 3.0)]
 
 
+def test_of_ranks_in_one_log_the_lowest_counts() -> None:
+    """As in those of a program that calls `mp.spawn`, whose losses took turns."""
+    reader = Reader(None)
+    lines = [f"[rank{rank}]: step {step} loss {rank}.5" for step in (1, 2) for rank in (1, 0)]
+    assert [*map(reader.read, lines)] == [Reading(1, None, 1.5), Reading(1, None, 0.5), None, Reading(2, None, 0.5)]
+
+
 def test_a_bar_that_begins_anew_in_each_epoch_is_not_the_trainers() -> None:
     reader = Reader(None)
     lines = [
