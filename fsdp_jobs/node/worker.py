@@ -61,7 +61,7 @@ def enter() -> None:
     os.close(descriptor)
 
 
-_THREADS_S = 30.0
+_THREADS_S = 300.0  # a thread may be saving a checkpoint
 _BUFFERED = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 
 
