@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import signal
 import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -263,16 +262,13 @@ class Attempt:
             self.record(events.RoundBroken(why, self.step, self.committed, failed_at=failed_at, is_planned=was_planned))
             return
         cause = find_cause(broken, self._look_for_lost(now))
-        is_starved = cause.node in broken.starved
-        machine = broken.hosts.get(cause.node) if cause.node is not None and not is_starved else None
+        machine = broken.hosts.get(cause.node) if cause.node is not None else None
         why = cause.why + self.storage_note(now)
         self.record(events.RoundBroken(why, self.step, self.committed, machine, failed_at))
         verdict = self.budget.judge(cause, self.committed, broken)
         if verdict is not None:
-            failure = cause.failure
-            if is_starved or (failure is not None and failure.is_out_of_memory):
-                by_kernel = failure is None or failure.exit_code == -signal.SIGKILL
-                verdict.reason += f". {self.planner.what_would_fit(broken.size, by_kernel)}"
+            if cause.by_kernel or (cause.failure is not None and cause.failure.is_out_of_memory):
+                verdict.reason += f". {self.planner.what_would_fit(broken.size, cause.by_kernel)}"
             self.close(verdict, now)
         elif machine is not None and (self.config.cluster.restarts_elsewhere or len(set(broken.hosts.values())) > 1):
             reason = self.machines.blame(machine, cause.why, at_once=broken.excludes and cause.node == broken.culprit)

@@ -26,7 +26,6 @@ from fsdp_jobs.run.verdict import EXIT_REQUEUE, Verdict
 
 _SETTLE_S = 1.0  # after the first sign of a failure, to receive the reports that show the cause
 _STOPS_S = 60.0  # to wait for an agent to stop its ranks, before a round forms without it
-_FULL = 0.9  # share of its memory limit in use from which an agent that died was probably killed for it
 _BLOCKED_S = 1.0  # if a tick is this late, this process was blocked, and the agents' messages are queued
 
 
@@ -205,9 +204,8 @@ class Coordinator(Attempt):
             self._on_ranks_ended(agent)
         self.round.left += agent.in_round and agent.ended
         if agent.in_round and not agent.ended and self.verdict is None:
-            if certain and agent.beat.memory > _FULL:
+            if certain and agent.memory_note:
                 self.round.starved.add(agent.node)
-                why += f"; {agent.beat.memory:.0%} of its memory limit was in use: the kernel has probably killed it"
             self.record(events.NodeLost(agent.node, agent.host, why))
             self.round.lost[agent.node] = why
             self.break_round(why, now, now if certain else agent.heard)

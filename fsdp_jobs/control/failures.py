@@ -33,6 +33,7 @@ class Cause:
     why: str  # one sentence for the user
     failure: Failure | None = None  # of the rank that failed first; None if a node was lost or ranks stalled
     node: int | None = None  # its machine may be at fault
+    by_kernel: bool = False  # the kernel killed it for lack of memory
 
 
 def find_cause(broken: Round, silent: set[int]) -> Cause:
@@ -49,11 +50,15 @@ def find_cause(broken: Round, silent: set[int]) -> Cause:
         ended = f"other ranks, on nodes {sorted(broken.ended)}, had ended before, {how}"
         return Cause(f"{first.describe()}; {ended}", first)
     if first is None or first.is_victim or (broken.culprit is not None and not first.error):
+        if broken.culprit in broken.starved:
+            return Cause(broken.broken_why, by_kernel=True)
         return Cause(broken.broken_why, node=broken.culprit)  # failures are consequences: the cause died with its node
     alike = {f.node for f in real if f.exit_code == first.exit_code and f.problem == first.problem}
     if first.has_aborted:  # the silent nodes may be why
         alike |= silent
-    return Cause(first.describe(), first, first.node if first.may_be_machine_fault and len(alike) == 1 else None)
+    machine = first.node if first.may_be_machine_fault and len(alike) == 1 else None
+    by_kernel = first.is_out_of_memory and first.exit_code == -signal.SIGKILL
+    return Cause(first.describe(), first, machine, by_kernel)
 
 
 class Budget:

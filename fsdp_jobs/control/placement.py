@@ -21,6 +21,7 @@ from fsdp_jobs.run.messages import Agent, Beat, Message
 from fsdp_jobs.run.rank_state import Phase
 from fsdp_jobs.run.threads import Background
 
+_FULL = 0.9  # share of its memory limit
 _REJOIN_S = 0.2  # the join window after the first round
 _RECONNECT_S = 1.0  # the same after a restart of the coordinator: agents reconnect every 0.2 s
 _REPLACEMENT_S = 60.0  # most to wait for nodes if a machine is excluded: the time a replacement takes
@@ -49,6 +50,12 @@ class ConnectedAgent(Agent):
     def name(self) -> str:
         """Return the name of its node in plans."""
         return f"{self.host}/{self.node}"
+
+    @property
+    def memory_note(self) -> str:
+        """Return what to add to the reason of its death if its memory limit had almost been reached; else nothing."""
+        in_use = self.beat.memory
+        return f"; {in_use:.0%} of its memory limit was in use: the kernel has probably killed it" * (in_use > _FULL)
 
     def take(self, beat: Beat) -> None:
         self.beat = beat

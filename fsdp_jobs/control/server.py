@@ -149,7 +149,7 @@ class Server:
             pass  # an invalid message ends the connection
         writer.close()
         if agent is not None and not (agent.is_unreachable or (agent.is_away and is_direct)):
-            why = f"node {agent.node} ({agent.host}) closed its connection: its agent is gone"
+            why = f"node {agent.node} ({agent.host}) closed its connection: its agent is gone{agent.memory_note}"
             self.coordinator.on_gone(agent, why, time.monotonic(), certain=is_end)
 
     def _probe(self, writer: asyncio.StreamWriter) -> None:

@@ -85,7 +85,7 @@ class Cluster:
 
     def closed(self, member: ConnectedAgent) -> None:
         """Its process has died, and the kernel has closed its connection."""
-        self.coordinator.on_gone(member, "closed", self.now, certain=True)
+        self.coordinator.on_gone(member, f"closed{member.memory_note}", self.now, certain=True)
 
     def later(
         self, seconds: float, *beating: ConnectedAgent, step: int = 1, committed: int = -1, phase: int = 1
