@@ -21,6 +21,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from fsdp_jobs.cli.main import VERBS
 from fsdp_jobs.config.arguments import overrides_in, search_path
 from fsdp_jobs.config.errors import BadInput
+from fsdp_jobs.config.groups import groups
 from fsdp_jobs.config.habits import program_as_overrides
 from fsdp_jobs.config.hydra import compose_jobs
 from fsdp_jobs.sweeps.verbs import _ACTIONS
@@ -51,6 +52,9 @@ def overrides_of(words: Sequence[str]) -> list[str] | None:
         BadInput: there is no such flag.
     """
     args = arguments(words)
+    if args[:1] == ["help"]:
+        assert args[1] in (*VERBS, *groups(), "VERB", "GROUP"), "no such verb or group"
+        return None
     verb = args.pop(0) if args and args[0] in VERBS else "submit"
     assert verb != "submit" or not args or not args[0].isidentifier(), "no such verb"
     args = program_as_overrides(args) if verb in ("submit", "plan") else args
