@@ -132,7 +132,7 @@ class Reader:
         self._bars: dict[str | None, int] = {}  # last -> newest step of progress bars without a name
         self._rank = math.inf  # the lowest that lines name: a program that starts its ranks itself has one log for all
         self._evaluated: tuple[int | None, int] | None = None  # epoch and step of the last line with a validation
-        self._skips_evaluated = False  # other lines show those steps, too, as nanoGPT's `iter`
+        self._is_shown_again = False  # whether another line has shown that step, too, as nanoGPT's `iter`
 
     def read(self, line: str) -> Reading | None:
         """Parse a line; None if it shows no step."""
@@ -153,13 +153,13 @@ class Reader:
         return None
 
     def _is_evaluation(self, reading: Reading, line: str) -> bool:
-        """Whether a line has a validation beside its loss, and a line behind such a one has shown the same step."""
+        """Whether a line has a validation beside its loss, and the step of the last such line was shown once more."""
         at = reading.epoch, reading.step
         if not _VALIDATION.search(line):
-            self._skips_evaluated |= at == self._evaluated
+            self._is_shown_again |= at == self._evaluated
             return False
-        self._evaluated = at
-        return self._skips_evaluated
+        was_shown_again, self._evaluated, self._is_shown_again = self._is_shown_again, at, False
+        return was_shown_again
 
     def _read(self, line: str) -> Reading | None:
         if title := _groups(_EPOCH_TITLE, line):
