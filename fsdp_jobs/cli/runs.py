@@ -265,9 +265,8 @@ def cancel(args: list[str]) -> int:
         say(f"{run.name} is not running")
     else:
         stop([run], flags.now)
-        status = RunStatus(run)
-        status.update()
-        say(f"{run.name} {status.state}: {status.reason}")
+        row = Overview().look([run])[run]  # also asks the launcher: its records may not have come yet
+        say(f"{run.name} {row.state}: {row.reason}")
     print_run(run, flags.json)
     return 0
 

@@ -24,7 +24,7 @@ from fsdp_jobs.launchers.kubernetes.scheduler import KubernetesLauncher
 from fsdp_jobs.plan.plan import Plan
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.files import write_atomic
+from fsdp_jobs.run.files import try_lock, write_atomic
 from fsdp_jobs.run.processes import free_port
 from fsdp_jobs.run.state import State
 from fsdp_jobs.run.status import RunStatus
@@ -884,6 +884,26 @@ class TestWaiting:
     def test_a_job_that_is_cancelled_while_it_waits_is_stopped(self, api: SimulatedApi, app: str) -> None:
         assert "x stopped: cancelled while it waited" in said_by("cancel", "x")
         assert not api.all("batch", "jobs")
+
+    def test_cancel_tells_the_end_although_another_command_copies_the_records(
+        self, api: SimulatedApi, app: str
+    ) -> None:
+        """The one that is attached to the job, for example: of what it had not copied yet nothing was told."""
+        running = {"containerStatuses": [{"name": "coordinator", "ready": True, "state": {"running": {}}}]}
+        self.put_pod(api, app, {"phase": "Running", **running}, "coordinator")
+        verdict = {"verdict": "preempted", "decision": "stop", "reason": "cancelled; saved at step 5", "attempt": 0}
+        answer = api.answer
+
+        def ends_when_annotated(method: str, *asked: Any) -> tuple[int, Any]:
+            said = answer(method, *asked)
+            if method == "PATCH":
+                self.end(api, app, json.dumps(verdict))
+            return said
+
+        api.answer = ends_when_annotated  # type: ignore[method-assign]
+        with (RunDir("runs/x").submit / "mirror.lock").open("a") as file:
+            assert try_lock(file)
+            assert "x stopped: cancelled; saved at step 5" in said_by("cancel", "x")
 
     @pytest.mark.seen
     def test_a_queue_that_has_no_room(self, api: SimulatedApi) -> None:
