@@ -98,9 +98,10 @@ def record(run: RunDir, launcher: Launcher, app_id: str | None) -> str:
         write_json(run.job, job)
         return ""
     handle = f"{launcher.name}://{launcher.cluster_of(app_id)}/{app_id}"
+    at = run.job.stat().st_mtime  # when the launcher got the job: its records may be older than this one
     if run.last_attempt() < run.first_attempt():  # else the attempt has recorded it
-        events.record(run, run.last_attempt(), events.Submitted(handle))
-    write_json(run.job, {**job, "handle": handle, "submitted": time.time()})
+        events.record(run, run.last_attempt(), events.Submitted(handle, time=at))
+    write_json(run.job, {**job, "handle": handle, "submitted": at})
     return handle
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import os
 import shutil
 import time
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from fsdp_jobs.control.placement import known_places
 from fsdp_jobs.launchers.base import Description
 from fsdp_jobs.launchers.local import LocalLauncher
 from fsdp_jobs.run.directory import RunDir, runs_in
+from fsdp_jobs.run.events import read_events
 from fsdp_jobs.run.files import write_atomic, write_json
 from fsdp_jobs.run.state import State
 from fsdp_jobs.run.verdict import WITHDRAWN, judge
@@ -123,6 +125,16 @@ def test_an_unfinished_submission_that_cannot_be_locked_is_left_alone(tmp_path: 
     write_json(run.job, {"pending": "local_fsdp"})
     submitted.settle([run])
     assert run.pending_launcher == "local_fsdp"
+
+
+def test_a_submission_that_is_recorded_late_keeps_its_time(tmp_path: Path) -> None:
+    """What a cluster's pods have recorded is older than the record of a command that found the job later."""
+    run = RunDir(tmp_path / "a")
+    write_json(run.job, {"pending": "taking", "submission": "s", "first_attempt": 0})
+    os.utime(run.job, (50.0, 50.0))
+    submitted.record(run, _Launcher("taking", "7"), "7")  # type: ignore[arg-type]
+    (event,) = read_events(run)
+    assert event.time == run.read_job()["submitted"] == 50.0
 
 
 def test_a_dry_run_away_from_its_cluster_asks_once_and_leaves_the_configuration_as_it_is(
