@@ -208,7 +208,9 @@ class Checkpointer:
     def poll(self) -> None:
         """Record a save that has ended, without waiting for one."""
         if self._written is not None and self._written.done():
+            self._report(Phase.SAVING)  # files of a failed save are removed, and storage may not answer
             self.finish()
+            self._report(Phase.TRAINING)
         for tier in self.snapshots:
             tier.settle()
         self._note_upload(wait=False)

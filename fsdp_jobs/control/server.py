@@ -28,7 +28,7 @@ from fsdp_jobs.control.fencing import CHARGE_S
 from fsdp_jobs.control.placement import ConnectedAgent
 from fsdp_jobs.control.requests import Requests, read_requests
 from fsdp_jobs.run import log, messages, term
-from fsdp_jobs.run.directory import RunDir, checkpoints_of
+from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ATTEMPT_ENV, COORDINATOR_ENV
 from fsdp_jobs.run.processes import STOP_SIGNALS, raise_file_limit, wildcards
 from fsdp_jobs.run.protocol import COORDINATOR, unreachable_s, welcome
@@ -99,12 +99,13 @@ class Server:
     async def _keep_charge(self) -> None:
         """Take charge of the run, and give up when another coordinator does, of this or a later attempt.
 
-        If storage does not answer, either no coordinator can take over, or only this machine is cut off from storage.
-        The job trains on in both cases, and the trainer's ranks check their term before they write.
+        Coordinators of one attempt claim numbers in its folder. If the run directory does not answer, either no
+        coordinator can take over, or only this machine is cut off from it. The job trains on in both cases, and the
+        trainer's ranks check their term before they write.
         """
         coordinator, run = self.coordinator, self.coordinator.run
-        home = checkpoints_of(coordinator.config.checkpoint, run)
-        owner, number = f"attempt {coordinator.number} {secrets.token_hex()}", 0
+        home = run.attempt(coordinator.number)
+        owner, number = secrets.token_hex(), 0
         coordinator.in_charge_until = time.monotonic()
         while True:
             began = time.monotonic()
@@ -120,10 +121,10 @@ class Server:
                 elif await asyncio.to_thread(term.newest, home, term.COORDINATOR) > number:
                     break
                 if away_s := coordinator.storage_away_s(time.monotonic()):
-                    logger.warning("storage has not answered for %.0f s: %s, %s", away_s, run.path, home)
+                    logger.warning("storage has not answered for %.0f s: %s", away_s, run.path)
                 coordinator.in_charge_until, coordinator.asked_at = began + CHARGE_S, math.inf
-            except Exception as e:  # a store's client may raise anything; the next round reports it too
-                logger.warning("%s: %s: %s", home, type(e).__name__, e)
+            except OSError as e:
+                logger.warning("%s: %s", run.path, e)
             await asyncio.sleep(_LOOK_S)
         coordinator.on_superseded()
 

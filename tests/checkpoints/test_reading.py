@@ -8,8 +8,10 @@ import json
 import os
 import pathlib
 import socket
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from fsdp_jobs.checkpoints.catalog import CannotReadHere
 from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.failure import Failure
+from fsdp_jobs.run.rank_state import Phase
 from tests.checkpoints.saving import run_to_the_end, save_steps, trained, value_of
 from tests.world import events_of, flip_byte, run_world
 
@@ -245,3 +248,23 @@ def test_a_save_that_fails_and_cannot_be_removed_is_recorded_and_training_goes_o
     (failed,) = events_of(RunDir(tmp_path), "checkpoint_failed")
     assert failed["step"] == 4 and "credential has expired" in failed["error"], failed
     assert [catalog.step_of(f) for f in catalog.find_checkpoints(RunDir(tmp_path).checkpoints)] == [6, 2]
+
+
+def _phases_while_a_failed_save_is_removed(folder: str) -> tuple[list[Phase], Phase]:
+    checkpoints, reported, then = trained(folder, async_mode="thread"), list[Phase](), list[Phase]()
+    checkpoints._report = reported.append
+    away = OSError(errno.EIO, os.strerror(errno.EIO))
+    with (
+        patch.object(storage.SaveRequest, "commit", side_effect=away),
+        patch.object(catalog, "remove_failed", lambda _: then.append(reported[-1])),
+    ):
+        checkpoints.save(2)
+        assert checkpoints._written is not None
+        wait([checkpoints._written])
+        checkpoints.poll()
+    return then, reported[-1]
+
+
+def test_a_rank_that_waits_for_storage_to_remove_a_failed_save_says_that_it_saves(tmp_path: Path) -> None:
+    """Else it counts as stalled: a storage that has just failed may take minutes for each answer."""
+    assert run_world(1, _phases_while_a_failed_save_is_removed, str(tmp_path)) == [([Phase.SAVING], Phase.TRAINING)]

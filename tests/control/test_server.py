@@ -314,11 +314,12 @@ def test_a_coordinator_steps_back_for_a_newer_one_where_the_markers_were_purged(
     async def main() -> None:
         old = Coordinator(config, run, 0, time.monotonic())
         charge = asyncio.create_task(Server(old, "secret")._keep_charge())
-        while newest(run.checkpoints, COORDINATORS) < 3:
+        while newest(run.attempt(0), COORDINATORS) < 3:
             await asyncio.sleep(0.01)
         term = claim(run.checkpoints, ROUND, "its round", above=old.term_seen)
         events.record(run, 0, events.RoundStarted([0], ["a"], "full_shard", 1, 1, term=term))
-        shutil.rmtree(run.checkpoints / "terms")
+        for home in (run.checkpoints, run.attempt(0)):
+            shutil.rmtree(home / "terms")
         new = Coordinator(config, run, 0, time.monotonic())
         newer = asyncio.create_task(Server(new, "secret")._keep_charge())
         await asyncio.wait([charge], timeout=5)
@@ -326,7 +327,7 @@ def test_a_coordinator_steps_back_for_a_newer_one_where_the_markers_were_purged(
         newer.cancel()
 
     for earlier in range(2):
-        claim(run.checkpoints, COORDINATORS, f"coordinator {earlier}")
+        claim(run.attempt(0), COORDINATORS, f"coordinator {earlier}")
     asyncio.run(main())
 
 
@@ -355,6 +356,37 @@ def test_a_coordinator_steps_back_for_a_later_attempt_also_after_errors_of_the_r
         assert coordinator.is_superseded
 
     asyncio.run(main())
+
+
+def test_a_coordinator_that_was_replaced_answers_no_agent_that_connects_again(tmp_path: Path) -> None:
+    """Its answer would let ranks of a round run that the newer one takes for ended."""
+
+    def talk(port: int, server: Server) -> None:
+        server.coordinator.on_superseded()
+        agent = Stranger(port)
+        agent.enter("secret")
+        assert agent.is_closed() and not server.coordinator.agents
+
+    serving(tmp_path, talk)
+
+
+def test_checkpoints_that_cannot_be_reached_leave_the_coordinator_in_charge(tmp_path: Path) -> None:
+    """Else ranks look for a newer round there before each line, and drop it: they cannot reach them either."""
+    run = RunDir(tmp_path / "run")
+    run.attempt(0).mkdir(parents=True)
+    (tmp_path / "store").write_text("no folder")
+    config = compose_job(["nodes=1", "nproc_per_node=1", f"checkpoint.dir={tmp_path}/store"])
+
+    async def main() -> None:
+        coordinator = Coordinator(config, run, 0, time.monotonic())
+        charge = asyncio.create_task(Server(coordinator, "secret")._keep_charge())
+        while not newest(run.attempt(0), COORDINATORS):
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        assert time.monotonic() < coordinator.in_charge_until
+        charge.cancel()
+
+    asyncio.run(asyncio.wait_for(main(), 10))
 
 
 def test_the_limit_of_open_files_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
