@@ -389,6 +389,23 @@ def test_checkpoints_that_cannot_be_reached_leave_the_coordinator_in_charge(tmp_
     asyncio.run(asyncio.wait_for(main(), 10))
 
 
+def test_a_coordinator_ends_of_an_error_although_agents_are_connected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its launcher starts another. Since Python 3.12 a server that is closed can be waited for until they have left."""
+
+    async def left(_: asyncio.Server) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(asyncio.Server, "wait_closed", left)
+    run = RunDir(tmp_path / "run")
+    run.attempt(0).mkdir(parents=True)
+    coordinator = Coordinator(compose_job(["nodes=1", "nproc_per_node=1"]), run, 0, time.monotonic())
+    monkeypatch.setattr(coordinator, "tick", lambda _: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(asyncio.wait_for(Server(coordinator, "secret").serve(wildcards(), free_port()), 5))
+
+
 def test_the_limit_of_open_files_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
