@@ -158,8 +158,8 @@ class Attempt:
         return f"; storage has not answered for {away_s:.0f} s" if away_s else ""
 
     def warn(self, why: str) -> None:
-        """Record a lasting problem for the user, unless it is the one that was recorded last."""
-        if why != self._warned:
+        """Record a lasting problem for the user, unless it was recorded last, or the attempt has ended."""
+        if why != self._warned and self.closed_at is None:
             self._warned = why
             self.record(events.Waiting(why))
 

@@ -485,6 +485,16 @@ def test_a_request_to_stop_that_cannot_be_read_is_told_once_and_stops_nothing(tm
     assert "cancelled; not saved within 20 s; storage has not answered for 6 s" in cluster.verdict.reason
 
 
+def test_a_problem_that_comes_after_the_verdict_does_not_replace_its_reason(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=1", "elastic.join_window_s=0")
+    a = cluster.join(0)
+    cluster.later(0.2, a)
+    cluster.ended(a)
+    cluster.run.stop_request.mkdir()
+    cluster.later(1, a)
+    assert cluster.verdict is not None and not cluster.events("waiting")
+
+
 def raises(number: int) -> Callable[..., None]:
     def fail(*_: object) -> None:
         raise OSError(number, os.strerror(number))
