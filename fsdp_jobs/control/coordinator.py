@@ -57,11 +57,8 @@ class Coordinator(Attempt):
     def on_hello(self, agent: ConnectedAgent, hello: messages.Hello, now: float) -> bool:
         """Accept an agent that connects, possibly with running ranks.
 
-        Returns False if it is of another attempt, if another agent of its node is alive, or if another coordinator has
-        taken over.
+        Returns False if it is of another attempt, or if another agent of its node is alive.
         """
-        if self.is_superseded:
-            return False
         if agent.attempt != self.number:
             why = f"this is attempt {self.number}, and the agent's is {agent.attempt}"
             agent.send(messages.End(EXIT_REQUEUE, why))

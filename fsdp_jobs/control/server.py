@@ -142,7 +142,7 @@ class Server:
                 send, drop, heard = partial(_send, writer), writer.close, time.monotonic()
                 agent = ConnectedAgent(**vars(hello.agent), send=send, drop=drop, heard=heard, is_beside=is_beside)
                 is_direct = hello.local == writer.get_extra_info("peername")[:2]  # without a proxy in between
-                if self.coordinator.on_hello(agent, hello, time.monotonic()):
+                if not self.coordinator.is_superseded and self.coordinator.on_hello(agent, hello, time.monotonic()):
                     while received := await reader.readline():
                         self.coordinator.on_message(agent, self._read(received), time.monotonic())
                     is_end = is_direct  # then, without `Away`, the agent is dead and its kernel closed the connection
