@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -151,14 +152,14 @@ def test_a_folder_of_runs_that_cannot_be_listed_is_not_said_to_hold_none(
 ) -> None:
     """It is another user's, whose folders are closed to others."""
     recorded_run(tmp_path)
-    listdir = os.listdir
+    iterdir = Path.iterdir
 
-    def closed(path: str) -> list[str]:
-        if Path(path) == tmp_path:
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
-        return listdir(path)
+    def closed(path: Path) -> Iterable[Path]:
+        if path == tmp_path:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return iterdir(path)
 
-    monkeypatch.setattr(os, "listdir", closed)
+    monkeypatch.setattr(Path, "iterdir", closed)
     assert main([*args, f"runs_dir={tmp_path}"]) == 2
     assert f"{tmp_path}: Permission denied" in capsys.readouterr().err
 
