@@ -90,7 +90,7 @@ def check_left(run: RunDir, changes: Sequence[str]) -> None:
     """Check that a run to be resumed has something left to do; a program that is done is started once more.
 
     Raises:
-        BadInput: the trainer has done all steps, and the changes name no other number of them.
+        BadInput: the trainer has done all steps, and the changes name no others.
     """
     steps, status = run.read_job().get("steps"), RunStatus(run)
     status.glance()
@@ -98,7 +98,7 @@ def check_left(run: RunDir, changes: Sequence[str]) -> None:
         return
     if steps is None and not changes:
         say(f"{run.name} is done: {status.reason}; its script is started once more", "yellow")
-    elif steps is not None and {c for c in changes if key_of(c) == "steps"} <= {f"steps={steps}"}:
+    elif steps is not None and "steps" not in map(key_of, changes):
         train_on = f"fsdp-jobs resume {named(run)} steps={2 * steps}"
         raise BadInput.at(run.name, f"is done: {status.reason}; no step is left to do", train_on)
 
