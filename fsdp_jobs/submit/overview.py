@@ -92,12 +92,12 @@ class Overview:
 
     Args:
         ask: returns handle -> its launcher's description, for the handles of runs that have not ended.
-        patience_s: how long a run whose launcher no longer has its job keeps its recorded state.
+        patience_s: how long a run whose launcher no longer runs its job keeps its recorded state.
     """
 
     def __init__(self, ask: Callable[[Sequence[str]], Mapping[str, Description]] = describe, patience_s: float = 0.0):
         self._ask, self._patience_s = ask, patience_s
-        self._gone_at: dict[Path, float] = {}  # run directory -> when its job was found to be gone
+        self._gone: dict[Path, tuple[float, Description | None]] = {}  # by run directory: since when, and what was told
         self._known: dict[Path, tuple[int, RunStatus, str | None]] = {}  # by run directory, with the run's owner
 
     def look(self, runs: Sequence[RunDir]) -> dict[RunDir, RunSummary]:
@@ -126,10 +126,12 @@ class Overview:
                     run.left.unlink()  # ask only once: the launcher may never answer again
             try:
                 rows[run] = summary_of(status, job, answer, owner)
-                now = time.monotonic()
-                is_gone = rows[run].is_over and not status.ended
-                if is_gone and now - self._gone_at.setdefault(run.path, now) < self._patience_s:
-                    rows[run] = summary_of(status, job, None, owner)
+                if not rows[run].is_over or status.ended:
+                    self._gone.pop(run.path, None)
+                    continue
+                since, told = self._gone.setdefault(run.path, (time.monotonic(), answer))  # later it may be forgotten
+                is_patient = time.monotonic() - since < self._patience_s
+                rows[run] = summary_of(status, job, None if is_patient else told, owner)
             except DAMAGES as e:
                 rows[run] = _damaged(run, e)
         return {run: rows[run] for run in runs}

@@ -89,6 +89,6 @@ def test_the_job_of_a_rehearsal_that_is_ended_ends_with_it(tmp_path: Path) -> No
     for _ in range(2):  # the second, of whoever is impatient, does not interrupt the end
         rehearsal.send_signal(signal.SIGTERM)
         time.sleep(0.02)
-    assert rehearsal.wait(60) == 1
+    assert rehearsal.wait(60) == 128 + signal.SIGTERM
     verdict = Verdict.final(runs[0])
     assert verdict is not None and verdict.reason.startswith("killed on request")
