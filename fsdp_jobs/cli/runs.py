@@ -265,8 +265,10 @@ def cancel(args: list[str]) -> int:
         say(f"{run.name} is not running")
     else:
         stop([run], flags.now)
-        row = Overview().look([run])[run]  # also asks the launcher: its records may not have come yet
-        say(f"{run.name} {row.state}: {row.reason}")
+        status = RunStatus(run)
+        status.update()
+        told = status if status.ended else Overview().look([run])[run]  # its records may not have come yet
+        say(f"{run.name} {told.state}: {told.reason}")
     print_run(run, flags.json)
     return 0
 

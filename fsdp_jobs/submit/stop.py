@@ -55,6 +55,5 @@ def stop(runs: Sequence[RunDir], now: bool = False) -> None:
             elif time.monotonic() > deadline:
                 say(f"{run.name} has not stopped in time", "yellow")
                 del deadlines[run]
-        if deadlines:  # else it says how they ended at once, before a container that it runs in ends with its job
-            time.sleep(0.2)
+        time.sleep(0.2)
     kill([handles[run] for run in running])
