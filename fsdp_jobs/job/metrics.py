@@ -1,4 +1,7 @@
-"""Record a step's measurements: a line of `metrics.jsonl` and, if installed, TensorBoard's scalars."""
+"""Record a step's measurements: a line of `metrics.jsonl` and, if installed, TensorBoard's scalars.
+
+A thread writes them: training goes on while the file system hangs.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ from fsdp_jobs.plan.shapes import llama_shape
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.events import LossSpike, append_line, record
 from fsdp_jobs.run.goodput import StepClock
+from fsdp_jobs.run.threads import Background
 
 _REST_S = 60.0  # between two attempts to write for TensorBoard
 
@@ -49,6 +53,7 @@ class MetricsLog:
         self.losses: deque[float] = deque(maxlen=100)  # of the newest steps
         self.steps = StepClock(run)
         self.tensorboard: Any = None
+        self.writer = Background("metrics")
         self.rests_until = -math.inf if importlib.util.find_spec("tensorboard") is not None else math.inf
 
     def log(self, step: int, done_at: float, tokens: int, flops: float, values: dict[str, float]) -> None:
@@ -72,8 +77,8 @@ class MetricsLog:
         rounded = {k: v if isinstance(v, int) else float(f"{v:.9g}") for k, v in line.items()}
         sums = self.steps.add(step, done_at, seconds, values["checkpoint_stall_s"], values.pop("snapshot_s", 0.0))
         rounded |= {k: round(v, 4) for k, v in sums.items()}
-        append_line(self.run.metrics, {**rounded, "attempt": self.attempt, "time": done_at})
-        self._draw(step, rounded)
+        self.writer.begin(append_line, self.run.metrics, {**rounded, "attempt": self.attempt, "time": done_at})
+        self.writer.begin(self._draw, step, rounded)
 
     def _draw(self, step: int, values: dict[str, float]) -> None:
         """Write scalars for TensorBoard; on a full disk try again a minute later, and with broken packages never."""
@@ -98,10 +103,12 @@ class MetricsLog:
         if self.spike and len(self.losses) >= 20:
             mean, deviation = statistics.fmean(self.losses), statistics.stdev(self.losses)
             if loss > mean + self.spike * deviation > mean:
-                record(self.run, self.attempt, LossSpike(step, loss, mean, (loss - mean) / deviation))
+                spike = LossSpike(step, loss, mean, (loss - mean) / deviation)
+                self.writer.begin(record, self.run, self.attempt, spike)
         self.losses.append(loss)
 
     def close(self) -> None:
+        self.writer.end()
         if self.tensorboard is not None:
             with suppress(Exception):
                 self.tensorboard.close()

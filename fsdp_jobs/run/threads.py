@@ -55,3 +55,7 @@ class Background:
         if is_free:
             wait([begun], _SOON_S)
         return begun
+
+    def end(self) -> None:
+        """Wait until all of it is done."""
+        self._thread.shutdown()

@@ -19,7 +19,9 @@ from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.config.schema import JobConfig, NoModelConfig
 from fsdp_jobs.job.metrics import MetricsLog
 from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.files import lock
 from fsdp_jobs.run.tail import read_json_lines
+from fsdp_jobs.run.threads import in_thread, wait_until
 from fsdp_jobs.train import trainer
 from tests.checkpoints.saving import fill, save_steps, trained, value_of
 from tests.world import events_of, run_world, train_here
@@ -136,9 +138,21 @@ def _log(folder: str) -> None:
     for step in range(1, 60):
         loss = 9.0 if step == 50 else 2.0 + 0.1 * math.sin(step) - step / 100
         log.log(step, 0.0, 1, 0.0, {"loss": loss, "step_s": 1.0, "checkpoint_stall_s": 0.0, "step": 7})
-    assert log.rests_until == math.inf, "broken packages are tried once"
+    (RunDir(folder).path / "stepped").touch()
     log.close()
+    assert log.rests_until == math.inf, "broken packages are tried once"
     (RunDir(folder).path / "done").write_text(json.dumps(len(log.losses)))
+
+
+def test_steps_go_on_while_the_file_system_hangs_and_their_lines_follow(tmp_path: Path) -> None:
+    metrics = RunDir(tmp_path).metrics
+    with metrics.open("a") as held:
+        lock(held.fileno())  # the rank's own writes wait for it
+        run = in_thread(lambda: run_world(1, _log, str(tmp_path)))
+        assert wait_until((tmp_path / "stepped").exists, 60), "all steps are logged"
+        assert not metrics.read_text()
+    run.result()
+    assert [line["step"] for line in read_json_lines(metrics)] == [*range(1, 60)]
 
 
 def test_tensorboard_shows_a_repeated_step_once(tmp_path: Path) -> None:
