@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import cache
 
@@ -14,15 +13,17 @@ from rich.table import Table
 from rich.text import Text
 
 from fsdp_jobs.config.terminal import console, say
+from fsdp_jobs.launchers.base import Description
 from fsdp_jobs.plan.plan import Plan
 from fsdp_jobs.run.directory import RunDir, rank_logs
+from fsdp_jobs.run.events import parse_events
 from fsdp_jobs.run.failure import reports_lost_peer
 from fsdp_jobs.run.status import RunStatus
 from fsdp_jobs.run.table import counted
-from fsdp_jobs.run.tail import Logs, looks_like_error, pause_s, rank_of
+from fsdp_jobs.run.tail import Logs, Tail, looks_like_error, pause_s, rank_of
 from fsdp_jobs.run.verdict import FINAL_ERRORS, Verdict
-from fsdp_jobs.submit.overview import VERDICT_S, RunSummary, goodput_of, state_of, summary_of
-from fsdp_jobs.submit.submitted import job_of, named
+from fsdp_jobs.submit.overview import VERDICT_S, Overview, RunSummary, goodput_of
+from fsdp_jobs.submit.submitted import named
 
 _REFRESH_S = 0.25
 _MOST_BYTES = 1e6  # of a rank's log that are shown at once: terminals are slower than programs
@@ -95,32 +96,28 @@ def _health(row: RunSummary, best_s: float) -> Table:
 
 
 class Follower:
-    """Show a run in the terminal until its newest attempt has ended or its launcher no longer has the job."""
+    """Show a run in the terminal until its newest submission has ended; earlier ones are not shown."""
 
     def __init__(self, run: RunDir):
-        self.status = RunStatus(run)
-        self.status.update()  # earlier submissions of the run are not shown
-        self.status.state = "submitted"
-        self._logs = Logs(run.path, rank_logs())
+        self._run, self._events, self._logs = run, Tail(run.events), Logs(run.path, rank_logs())
+        self._events.skip()
         self._logs.skip()
 
-    def follow(self, active: Callable[[], bool]) -> None:
-        """Show the run until it has ended or is no longer active. KeyboardInterrupt is not caught."""
-        job, ended_at = self.status.run.read_job(), math.inf
+    def follow(self, ask: Callable[[Sequence[str]], Mapping[str, Description]]) -> RunSummary:
+        """Show the run until it has ended, and sum it up; `ask` as in `Overview`. KeyboardInterrupt is not caught."""
+        overview = Overview(ask, VERDICT_S)
         with LiveView(transient=True) as view:
             while True:
-                is_active, began = active(), time.monotonic()  # before reading the news, which is then complete
-                ended_at = math.inf if is_active else min(ended_at, began)
+                began = time.monotonic()
+                (row,) = overview.look([self._run]).values()  # before reading the news, which is then complete
                 self._show_news()
-                if self.status.ended or began - ended_at > VERDICT_S:
-                    break
-                view.show({self.status.run: summary_of(self.status, job, None)})
+                if row.is_over:
+                    return row
+                view.show({self._run: row})
                 time.sleep(pause_s(began, _REFRESH_S))
-        if not self.status.ended:
-            self.status.state, self.status.reason = state_of(self.status, job_of(self.status.run))
 
     def _show_news(self) -> None:
-        for event in self.status.update():
+        for event in parse_events(self._events.records()):
             if sentence := event.sentence():
                 say(Text.assemble((f"{datetime.fromtimestamp(event.time):%H:%M:%S} ", "dim"), (sentence, event.style)))
         for file, line in self._logs.new(_MOST_BYTES):
@@ -129,18 +126,19 @@ class Follower:
                 say(f"[{file.parent.name} rank {rank}] {line}", "dim")
 
 
-def summary(status: RunStatus) -> None:
+def summary(run: RunDir, row: RunSummary) -> None:
     """Print how the job ended and which commands may follow."""
-    run = status.run
-    style = {"done": "bold green", "stopped": "bold yellow"}.get(status.state, "bold red")
-    say(Text(f"{run.name}: {status.state}", style=style).append(f" - {status.reason}", style="default"))
+    status = RunStatus(run)
+    status.update()
+    style = {"done": "bold green", "stopped": "bold yellow"}.get(row.state, "bold red")
+    say(Text(f"{run.name}: {row.state}", style=style).append(f" - {row.reason}", style="default"))
     for what, value in _facts(status):
         say(f"  {what:<12}{value}")
-    verdict = Verdict.read(run, run.last_attempt()) if status.state != "done" else None
+    verdict = Verdict.read(run, run.last_attempt()) if row.state != "done" else None
     if verdict is not None and verdict.last_lines and not verdict.error.startswith(FINAL_ERRORS):
         say(f"  the last lines of its log:\n{verdict.last_lines}", "dim")
     name = named(run)
-    if status.state != "done":
+    if row.state != "done":
         say(f"  next        fsdp-jobs logs {name}    fsdp-jobs resume {name}")
     elif status.steps is not None and not status.is_read:
         say(f"  next        fsdp-jobs export {name}    fsdp-jobs resume {name} steps={2 * status.steps}")

@@ -24,7 +24,7 @@ from fsdp_jobs.config.program import launcher_in
 from fsdp_jobs.config.resolve import silence_s
 from fsdp_jobs.config.schema import PROGRAM_KEYS, TRAINERS_KEYS
 from fsdp_jobs.config.terminal import console, print_json, say
-from fsdp_jobs.launchers.base import launcher_of
+from fsdp_jobs.launchers.base import Description, launcher_of
 from fsdp_jobs.plan.render import render
 from fsdp_jobs.plan.svg import to_svg
 from fsdp_jobs.run.files import write_atomic
@@ -36,7 +36,7 @@ from fsdp_jobs.run.threads import in_thread
 from fsdp_jobs.run.verdict import EXIT_FAILED
 from fsdp_jobs.submit import submit as submission
 from fsdp_jobs.submit.stop import stop
-from fsdp_jobs.submit.submitted import activity_of, another_runs, describe, existing_run, kill, named, replace_lost
+from fsdp_jobs.submit.submitted import another_runs, answers_of, existing_run, kill, named, replace_lost
 from fsdp_jobs.submit.validate import composed, job_without_files
 
 # Hydra's own flags: with one of these, Hydra handles the command line.
@@ -93,7 +93,8 @@ def _submit(overrides: Sequence[str], output: str | None = None, as_json: bool =
     follower = Follower(job.run) if config.attach else None
     (handle,) = submission.submit([job], [overrides])
     say(f"submitted {handle}\nrun directory {job.run.path}")
-    described = describe([handle])[handle]
+    ask = answers_of(job.run)
+    described = ask([handle])[handle]
     if described.state is State.QUEUED:
         say(described.message)
     if config.is_program and not config.elastic.stall_timeout_s:
@@ -103,21 +104,26 @@ def _submit(overrides: Sequence[str], output: str | None = None, as_json: bool =
         say(f"follow with: fsdp-jobs logs -f {named(job.run)}")
         print_run(job.run, as_json)
         return 0
-    active = activity_of(job.run, time.monotonic())
     try:
-        follower.follow(active)
+        row = follower.follow(ask)
     except KeyboardInterrupt:
         say("Ctrl-C again stops at once, without a checkpoint", "yellow")
         stopping = in_thread(lambda: stop([job.run]))
+
+        def ask_while_stopping(handles: Sequence[str]) -> dict[str, Description]:
+            if stopping.done():
+                stopping.result()
+            return ask(handles)
+
         try:
-            follower.follow(lambda: not stopping.done())
+            row = follower.follow(ask_while_stopping)
             stopping.result()
         except KeyboardInterrupt:
             kill([handle])
-            follower.follow(lambda: False)
-    summary(follower.status)
-    print_run(job.run, as_json)
-    return 0 if follower.status.state in ("done", "stopped") else EXIT_FAILED
+            row = follower.follow(ask)
+    summary(job.run, row)
+    print_run(job.run, as_json, row)
+    return 0 if row.state in ("done", "stopped") else EXIT_FAILED
 
 
 def plan(args: list[str]) -> int:

@@ -26,9 +26,9 @@ from fsdp_jobs.run.status import OVER, RunStatus
 from fsdp_jobs.run.table import counted, size
 from fsdp_jobs.run.tail import follow_files, label, looks_like_error, numbers_of
 from fsdp_jobs.run.verdict import EXIT_FAILED, EXIT_REQUEUE
-from fsdp_jobs.submit.overview import UNREADABLE, VERDICT_S, Overview, story_of
+from fsdp_jobs.submit.overview import UNREADABLE, VERDICT_S, Overview, RunSummary, story_of
 from fsdp_jobs.submit.stop import stop
-from fsdp_jobs.submit.submitted import activity_of, check_own, existing_run, job_has_ended, kill, settle
+from fsdp_jobs.submit.submitted import answers_of, check_own, existing_run, has_ended, job_has_ended, kill, settle
 
 _WATCH_S = 2.0  # between looks of `status --watch` and of `wait`
 EXIT_TIMEOUT = 124  # as of timeout(1)
@@ -201,16 +201,19 @@ def logs(args: list[str]) -> int:
         flags.run = runs[-1]
         complain(f"the newest run, {flags.run.name}", "dim")
     run = flags.run
-    active = activity_of(run)
+    ask = answers_of(run)  # its launcher may have to fetch the logs
     pattern = rank_logs(flags.attempt, flags.node, flags.rank)
-    if not _is_written(run, pattern):
-        row = Overview().look([run])[run]  # its launcher may fetch the records
+    if not any(file.stat().st_size for file in run.path.glob(pattern)):
+        row = Overview(ask).look([run])[run]
         why = f": {row.reason}" if row.reason else ""
-        if not _is_written(run, pattern):
-            what = "nothing is printed there" if any(run.path.glob(pattern)) else "no such rank has begun"
-            complain(f"{what}; {run.name} is {row.state}{why}")
-    # the launcher is queried at least once: it may have to fetch the logs
-    for file, line in follow_files(run.path, pattern, lambda: active() and flags.follow):
+        what = "nothing is printed there" if any(run.path.glob(pattern)) else "no such rank has begun"
+        complain(f"{what}; {run.name} is {row.state}{why}")
+
+    def goes_on() -> bool:
+        (job,) = ask([run.handle]).values()
+        return flags.follow and not has_ended(run, job)
+
+    for file, line in follow_files(run.path, pattern, goes_on):
         if flags.errors and not looks_like_error(line):
             continue
         if flags.json:
@@ -220,10 +223,6 @@ def logs(args: list[str]) -> int:
             print(f"[{label(file)}] {line}", flush=flags.follow)
     print(end="", flush=True)
     return 0
-
-
-def _is_written(run: RunDir, pattern: str) -> bool:
-    return any(file.stat().st_size for file in run.path.glob(pattern))
 
 
 def wait(args: list[str]) -> int:
@@ -263,20 +262,19 @@ def cancel(args: list[str]) -> int:
         with suppress(BadInput, JobFailed):  # its launcher does not answer here
             kill([run.handle])  # removes leftovers of a job that has ended
         say(f"{run.name} is not running")
-    else:
-        stop([run], flags.now)
-        status = RunStatus(run)
-        status.update()
-        told = status if status.ended else Overview().look([run])[run]  # its records may not have come yet
-        say(f"{run.name} {told.state}: {told.reason}")
-    print_run(run, flags.json)
+        print_run(run, flags.json)
+        return 0
+    stop([run], flags.now)
+    row = Overview().look([run])[run]
+    say(f"{run.name} {row.state}: {row.reason}")
+    print_run(run, flags.json, row)
     return 0
 
 
-def print_run(run: RunDir, as_json: bool) -> None:
-    """With `--json` print the object that `status` prints for a run, and its path."""
+def print_run(run: RunDir, as_json: bool, row: RunSummary | None = None) -> None:
+    """With `--json` print the object that `status` prints for a run, and its path; `row`: what a look has shown."""
     if as_json:
-        print_json(asdict(Overview().look([run])[run]) | {"directory": str(run.path)})
+        print_json(asdict(row or Overview().look([run])[run]) | {"directory": str(run.path)})
 
 
 def export(args: list[str]) -> int:

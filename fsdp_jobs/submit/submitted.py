@@ -5,11 +5,9 @@ Functions that take many jobs query each launcher once for all of them.
 
 from __future__ import annotations
 
-import math
 import shlex
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, wait
 from contextlib import suppress
 from typing import TypeVar
 
@@ -181,35 +179,27 @@ def job_of(run: RunDir) -> Description:
     return job
 
 
-def activity_of(run: RunDir, said_at: float = -math.inf) -> Callable[[], bool]:
-    """Return a function that returns whether a run's job is active, by its launcher's newest answer.
+def answers_of(run: RunDir) -> Callable[[Sequence[str]], dict[str, Description]]:
+    """Return a function that returns a run's handle -> its launcher's newest answer, as `Overview` asks for it.
 
     A thread queries the launcher every 2 seconds, because it may be unreachable. Only its first answer is awaited.
     If the launcher does not answer, the reason is printed.
-
-    Args:
-        run: the run, whose job was active.
-        said_at: when its launcher reported that, on the monotonic clock.
     """
-    active, silence = True, ""
-    question: Future[tuple[bool, str]] | None = None
+    question, asked_at = in_thread(lambda: job_of(run)), time.monotonic()
+    job, silence = question.result(), ""
 
-    def look() -> tuple[bool, str]:
-        job = job_of(run)
-        return not has_ended(run, job), job.message if job.state is State.SILENT else ""
-
-    def ask() -> bool:
-        nonlocal said_at, active, silence, question
-        if active and question is None and time.monotonic() - said_at > _ASK_EVERY_S:
-            question = in_thread(look)
-        if question is not None and wait([question], None if said_at == -math.inf else 0).done:
-            before = silence
-            (active, silence), question, said_at = question.result(), None, time.monotonic()
-            if active and silence not in ("", before):
+    def newest(handles: Sequence[str]) -> dict[str, Description]:
+        nonlocal question, asked_at, job, silence
+        if question.done():
+            before, job = silence, question.result()
+            silence = job.message if job.state is State.SILENT else ""
+            if silence not in ("", before) and not has_ended(run, job):
                 complain(f"{run.name}: {silence}", "yellow")
-        return active
+            if time.monotonic() - asked_at > _ASK_EVERY_S:
+                question, asked_at = in_thread(lambda: job_of(run)), time.monotonic()
+        return dict.fromkeys(handles, job)
 
-    return ask
+    return newest
 
 
 def has_ended(run: RunDir, job: Description) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import subprocess
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_jobs.cli import jobs
+from fsdp_jobs.cli import follow, jobs
 from fsdp_jobs.cli.follow import Follower, progress
 from fsdp_jobs.cli.main import VERBS, main
 from fsdp_jobs.config import terminal
@@ -82,10 +83,27 @@ def test_a_job_that_another_command_kills_is_followed_until_that_has_recorded_it
     run = recorded_run(tmp_path / "runs", "killed")
     *begun, _ = run.events.read_text().splitlines(keepends=True)
     run.events.write_text("".join(begun))
-    follower = Follower(run)
+    write_json(run.job, run.read_job() | {"handle": "local_fsdp://here/killed-1"})
     Timer(0.5, KILLED.close, (run, 0)).start()
-    follower.follow(lambda: False)
-    assert (follower.status.state, follower.status.reason) == ("stopped", KILLED.reason)
+    row = Follower(run).follow(lambda handles: dict.fromkeys(handles, Description(State.FAILED)))
+    assert (row.state, row.reason) == ("stopped", KILLED.reason)
+
+
+def test_whoever_follows_a_job_reads_its_end_as_slurm_told_it_before_it_forgot_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = recorded_run(tmp_path / "runs", "lost")
+    *begun, _ = run.events.read_text().splitlines(keepends=True)
+    run.events.write_text("".join(begun))
+    write_json(run.job, run.read_job() | {"handle": "local_fsdp://here/lost-1"})
+    answers = itertools.chain(
+        [Description(State.FAILED, "7 is NODE_FAIL")], itertools.repeat(Description(State.UNKNOWN))
+    )
+    monkeypatch.setattr(submitted, "_described", lambda _, handles: dict.fromkeys(handles, next(answers)))
+    monkeypatch.setattr(submitted, "_ASK_EVERY_S", 0)
+    monkeypatch.setattr(follow, "VERDICT_S", 0.5)
+    row = Follower(run).follow(submitted.answers_of(run))
+    assert (row.state, row.reason) == ("failed", "7 is NODE_FAIL")
 
 
 @pytest.mark.parametrize(("args", "code"), [(["wait"], 75), (["status", "--watch"], 0)])

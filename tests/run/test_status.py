@@ -73,9 +73,8 @@ def test_before_the_first_step_no_goodput_is_known(tmp_path: Path) -> None:
 
 
 def test_commands_that_are_offered_can_be_pasted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    status = RunStatus(recorded_run(tmp_path / "my runs", "one"))
-    status.update()
-    summary(status)
+    run = recorded_run(tmp_path / "my runs", "one")
+    summary(run, Overview().look([run])[run])
     offered = capsys.readouterr().out.rpartition("fsdp-jobs resume ")[2].rpartition(" steps=")[0]
     assert called(tmp_path, "status", *shlex.split(offered)).returncode == 0, offered
 
@@ -211,9 +210,7 @@ def test_every_failure_has_its_own_recovery_time(tmp_path: Path) -> None:
 def test_a_node_that_joins_is_no_failure_at_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = faulty_run(tmp_path, 2)
     run.events.write_text(run.events.read_text().replace('"fault 0"', '"1 more nodes join", "is_planned": true'))
-    status = RunStatus(run)
-    status.update()
-    summary(status)
+    summary(run, Overview().look([run])[run])
     assert "failures    1: " in capsys.readouterr().out
 
 
@@ -223,9 +220,7 @@ def test_failures_of_a_program_without_steps_are_only_counted(
     run = faulty_run(tmp_path, 2)
     run.metrics.write_text("")
     write_atomic(run.job, json.dumps({**run.read_job(), "steps": None}))
-    status = RunStatus(run)
-    status.update()
-    summary(status)
+    summary(run, Overview().look([run])[run])
     assert "\n  failures    2\n" in capsys.readouterr().out
 
 
@@ -393,10 +388,10 @@ def test_who_follows_a_job_is_told_once_that_its_launcher_does_not_answer_simula
     states = itertools.chain([runs, away, away, away, runs], itertools.repeat(away))
     monkeypatch.setattr(submitted, "job_of", lambda _: next(states))
     monkeypatch.setattr(submitted, "_ASK_EVERY_S", 0)
-    active = submitted.activity_of(RunDir(tmp_path / "far"))
+    ask = submitted.answers_of(RunDir(tmp_path / "far"))
     told: list[bool] = []
     for _ in range(10):
-        assert active()
+        assert ask(["far"])["far"] in (runs, away)
         time.sleep(0.05)  # for its thread
         told.append("far: its launcher does not answer: no route to host" in capsys.readouterr().err)
     assert told.count(True) == 2, told
