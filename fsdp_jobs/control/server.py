@@ -70,6 +70,8 @@ class Server:
         try:  # `async with` would wait for connections since Python 3.12, and answer agents after an error, too
             while (exit_code := self._exit_code()) is None:
                 await asyncio.sleep(_TICK_S)
+                if charge.done():
+                    charge.result()  # raises its error
                 if requests.done():
                     coordinator.on_requests(requests.result(), time.monotonic())
                     requests = asyncio.create_task(self._read_requests())

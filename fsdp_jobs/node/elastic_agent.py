@@ -37,7 +37,7 @@ from fsdp_jobs.run.processes import has_signal, kill_families
 from fsdp_jobs.run.rank_state import SAVES_NOTHING, Phase, Request
 from fsdp_jobs.run.tail import last_lines, size_of
 from fsdp_jobs.run.term import LOOK_S, job_time
-from fsdp_jobs.run.threads import start_thread
+from fsdp_jobs.run.threads import start_vital_thread
 from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class Agent(LocalElasticAgent):
         self._kills_for_memory = 0  # by this machine's kernel, before the round
         self._log_sizes: list[int] = []  # before the round
         handler.workers = lambda: self.get_worker_group().workers
-        start_thread(self._keep_lease, "lease")
+        start_vital_thread(self._keep_lease, "lease")
 
     def _start_workers(self, worker_group: WorkerGroup) -> Any:
         self._kills_for_memory = kills_for_memory()

@@ -12,7 +12,7 @@ from contextlib import suppress
 from fsdp_jobs.config.schema import ElasticConfig
 from fsdp_jobs.run.messages import Away, Beat, Hello, Message
 from fsdp_jobs.run.protocol import CONNECTION, COORDINATOR, LOG_AGAIN_S, Impostor, enter
-from fsdp_jobs.run.threads import start_thread
+from fsdp_jobs.run.threads import start_vital_thread
 
 _RETRY_S = 0.2  # between two tries to connect
 _LOG_AFTER_S = 10.0  # without a connection
@@ -40,8 +40,8 @@ class Link:
         self._socket: socket.socket | None = None
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        start_thread(self._run, "coordinator-link")
-        start_thread(self._send_beats, "beats")
+        start_vital_thread(self._run, "coordinator-link")
+        start_vital_thread(self._send_beats, "beats")
 
     def send(self, message: Message) -> bool:
         """Send one message. Returns False without a connection; the next `Hello` repeats what matters."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
+
+logger = logging.getLogger(__name__)
 
 _Answer = TypeVar("_Answer")
 _SOON_S = 0.02  # others do not notice a wait this short
@@ -25,6 +29,19 @@ def start_thread(work: Callable[[], object], name: str) -> threading.Thread:
     thread = threading.Thread(target=work, name=name, daemon=True)
     thread.start()
     return thread
+
+
+def start_vital_thread(work: Callable[[], object], name: str) -> None:
+    """Start a daemon thread that its process cannot do without: an error ends both, and the launcher begins anew."""
+
+    def run() -> None:
+        try:
+            work()
+        except Exception:
+            logger.exception("the thread %s has failed", name)
+            os._exit(1)
+
+    start_thread(run, name)
 
 
 def in_thread(ask: Callable[[], _Answer]) -> Future[_Answer]:

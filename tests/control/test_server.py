@@ -10,6 +10,8 @@ import resource
 import shutil
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -169,6 +171,25 @@ def test_an_agent_logs_whom_it_cannot_reach(caplog: pytest.LogCaptureFixture, mo
     time.sleep(1)
     link.close()
     assert caplog.text.count("no connection to the coordinator") == 1 and "refused" in caplog.text
+
+
+@pytest.mark.parametrize(("beat", "message"), [("1 // 0", "{}"), ("messages.Beat()", "1 // 0")])
+def test_an_agent_ends_of_an_error_in_a_thread_that_its_link_needs(beat: str, message: str) -> None:
+    """Its launcher starts another; without beats, or without a link, the node would be lost for no known reason."""
+    code = f"""
+import socket, threading
+from fsdp_jobs.config.hydra import compose_job
+from fsdp_jobs.node.link import Link
+from fsdp_jobs.run import messages
+elastic = compose_job(["elastic.heartbeat_interval_s=0.1"]).elastic
+server = socket.create_server(("127.0.0.1", 0))
+address = "127.0.0.1:%d" % server.getsockname()[1]
+Link._talk = lambda *_: {message}
+Link(address, "secret", lambda _: None, lambda: {beat}, print, elastic)
+threading.Event().wait(10)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "ZeroDivisionError" in done.stderr, done
 
 
 def test_strangers_fill_neither_descriptors_nor_the_log(
@@ -389,8 +410,9 @@ def test_checkpoints_that_cannot_be_reached_leave_the_coordinator_in_charge(tmp_
     asyncio.run(asyncio.wait_for(main(), 10))
 
 
+@pytest.mark.parametrize("where", [Coordinator.tick, RunDir.last_attempt])
 def test_a_coordinator_ends_of_an_error_although_agents_are_connected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: Callable[..., object]
 ) -> None:
     """Its launcher starts another. Since Python 3.12 a server that is closed can be waited for until they have left."""
 
@@ -401,7 +423,7 @@ def test_a_coordinator_ends_of_an_error_although_agents_are_connected(
     run = RunDir(tmp_path / "run")
     run.attempt(0).mkdir(parents=True)
     coordinator = Coordinator(compose_job(["nodes=1", "nproc_per_node=1"]), run, 0, time.monotonic())
-    monkeypatch.setattr(coordinator, "tick", lambda _: 1 // 0)
+    monkeypatch.setattr(f"{where.__module__}.{where.__qualname__}", lambda *_: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         asyncio.run(asyncio.wait_for(Server(coordinator, "secret").serve(wildcards(), free_port()), 5))
 
