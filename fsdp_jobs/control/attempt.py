@@ -116,10 +116,10 @@ class Attempt:
         self.machines = Machines(self.elastic.exclude_after, self.elastic.exclude_for_s, history)
         self.term_seen = 0  # the newest in the events, or known to an agent or its snapshots
         self.excluded = run.excluded_hosts()  # machine -> why
-        self._just_excluded = False  # the next `Requests` may have been read before the exclusion
+        self._excluding: Future[None] | None = None  # until `Requests` are read after it
         self._may_adopt = True  # until it forms or breaks a round: an earlier coordinator's may still run
         self._warned = ""  # the last warning
-        self._records = Background("records")
+        self.records = Background("records")  # does what needs the run directory, in order
         self._closing: Future[None] | None = None  # writes the verdict
         self.guards: list[Guard] = [made(self) for made in guards_in("control")]
         may_run: set[str] = set()  # machines where ranks of an earlier coordinator may run
@@ -140,7 +140,7 @@ class Attempt:
 
     def record(self, event: events.Event) -> None:
         """Record an event, in a thread: agents get answers while the file system hangs."""
-        self._records.begin(self._write, replace(event, time=time.time(), round=self.round.number))
+        self.records.begin(self._write, replace(event, time=time.time(), round=self.round.number))
 
     def _write(self, event: events.Event) -> None:
         if not self.is_superseded:
@@ -149,8 +149,7 @@ class Attempt:
 
     def storage_away_s(self, now: float) -> float:
         """Return for how many seconds storage has not answered; 0 while it does."""
-        away_s = now - self.asked_at
-        return away_s if away_s > _AWAY_S else 0.0
+        return away_s if (away_s := now - self.asked_at) > _AWAY_S else 0.0
 
     def storage_note(self, now: float) -> str:
         """Return what to add to the reason of an end if storage does not answer now: for how long; else nothing."""
@@ -204,9 +203,10 @@ class Attempt:
             self.close(self._preempted(now), now)
 
     def on_requests(self, found: Requests, now: float) -> None:
-        if not self._just_excluded:
+        if self._excluding is None:
             self.excluded = found.excluded
-        self._just_excluded = False
+        elif self._excluding.done():  # these may have been read before
+            self._excluding = None
         if found.problem:
             self.warn(found.problem)
         if found.save:
@@ -215,16 +215,20 @@ class Attempt:
             self.is_cancelled = True
             self.on_stop(found.stop, now)
 
-    def exclude(self, found: events.MachineExcluded, for_s: float) -> bool:
-        """Exclude a machine for `for_s` seconds, and record it; False if it cannot be excluded."""
+    def exclude(self, found: events.MachineExcluded, for_s: float) -> None:
+        """Exclude a machine for `for_s` seconds, and record it."""
+        self.excluded[found.host] = found.why
+        found = replace(found, time=time.time(), round=self.round.number)
+        self._excluding = self.records.begin(self._exclude, found, for_s)
+
+    def _exclude(self, found: events.MachineExcluded, for_s: float) -> None:
         try:
             self.run.exclude(found.host, for_s, found.why)
         except (BadInput, OSError) as e:  # the user edits the file, or the disk is full
             self.warn(f"{found.host} cannot be excluded: {e}")
-            return False
-        self.excluded, self._just_excluded = self.run.excluded_hosts(), True
-        self.record(found)
-        return True
+        else:
+            self._write(found)
+        self.excluded = self.run.excluded_hosts()
 
     def break_round(self, why: str, now: float, since: float | None = None) -> None:
         """End the running round, which failed at `since`: agents stop their ranks and become ready again."""
@@ -341,7 +345,7 @@ class Attempt:
         if self._closing is None:
             leases = self.leases.running(now)
             details = {"round": self.round.number, "step": self.step, "committed": self.committed, "leases": leases}
-            self._closing = self._records.begin(self.verdict.close, self.run, self.number, **details)
+            self._closing = self.records.begin(self.verdict.close, self.run, self.number, **details)
         if not self._closing.done():
             return
         closing, self._closing = self._closing, None

@@ -64,8 +64,7 @@ class Coordinator(Attempt):
             agent.send(messages.End(EXIT_REQUEUE, why))
             return False
         patience_s = min(3 * self.elastic.heartbeat_interval_s, self.elastic.heartbeat_timeout_s)
-        other = self.agents.of_node(agent.node)
-        if other is not None and other.id != agent.id:
+        if (other := self.agents.of_node(agent.node)) is not None and other.id != agent.id:
             is_saving = other.in_round and self.stop_reason is not None and self.verdict is None
             if is_saving or now - other.heard <= patience_s:
                 return False  # it will try again
@@ -280,10 +279,11 @@ class Coordinator(Attempt):
 
     def _turn_away(self) -> None:
         """End ready agents whose node received a stop signal, or whose machine is excluded."""
-        for agent in [a for a in self.agents.ready() if a.is_leaving or a.host in self.excluded]:
+        excluded = self.excluded  # a thread may replace it
+        for agent in [a for a in self.agents.ready() if a.is_leaving or a.host in excluded]:
             why = "this node received a stop signal"
             if not agent.is_leaving:
-                why = self._exclusion = f"{agent.host} is excluded: {self.excluded[agent.host]}"
+                why = self._exclusion = f"{agent.host} is excluded: {excluded[agent.host]}"
             agent.send(messages.End(EXIT_REQUEUE, why))
             del self.agents[agent.id]
 

@@ -347,7 +347,7 @@ def released(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 def planned(cluster: Cluster) -> None:
     """Wait until the threads have done what was begun."""
     coordinator = cluster.coordinator
-    work = (coordinator.planner._answer, coordinator._terms._claim, coordinator._records.begin(bool))
+    work = (coordinator.planner._answer, coordinator._terms._claim, coordinator.records.begin(bool))
     wait([future for future in work if future is not None], 60)
 
 
@@ -617,9 +617,9 @@ def test_the_end_of_a_node_costs_no_look_at_all_others_while_one_runs(
     cluster = Cluster(tmp_path, "nodes=3", "elastic.join_window_s=0")
     members = [cluster.join(node) for node in range(3)]
     cluster.later(1, *members)
-    monkeypatch.setattr(placement.Agents, "in_round", lambda _: pytest.fail("lists the nodes of the round"))
-    cluster.ended(members[2])
-    cluster.ended(members[1])
-    monkeypatch.undo()
+    with monkeypatch.context() as here:
+        here.setattr(placement.Agents, "in_round", lambda _: pytest.fail("lists the nodes of the round"))
+        cluster.ended(members[2])
+        cluster.ended(members[1])
     cluster.ended(members[0])
     assert cluster.verdict is not None and cluster.verdict.verdict == "done"

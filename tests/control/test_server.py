@@ -278,6 +278,7 @@ def test_what_a_closed_connection_proves(tmp_path: Path) -> None:
 def test_agents_get_answers_while_the_run_directory_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their ranks run on, but look for a newer round before they write: this machine may be the only one cut off."""
     answers, iterdir, last_attempt, locked = threading.Event(), Path.iterdir, RunDir.last_attempt, events._locked
+    exclude = RunDir.exclude
     answers.set()
 
     def slowly(path: Path) -> Iterator[Path]:
@@ -292,8 +293,13 @@ def test_agents_get_answers_while_the_run_directory_hangs(tmp_path: Path, monkey
         answers.wait(20)
         return locked(path)
 
+    def as_slowly_excluded(run: RunDir, host: str, for_s: float, why: str) -> None:
+        answers.wait(20)
+        exclude(run, host, for_s, why)
+
     monkeypatch.setattr(Path, "iterdir", slowly)
     monkeypatch.setattr(RunDir, "last_attempt", as_slowly)
+    monkeypatch.setattr(RunDir, "exclude", as_slowly_excluded)
     monkeypatch.setattr(events, "_locked", as_slowly_locked)
     monkeypatch.setattr(door, "_LOOK_S", 0.1)
     monkeypatch.setattr(door, "CHARGE_S", 0.8)
@@ -312,10 +318,13 @@ def test_agents_get_answers_while_the_run_directory_hangs(tmp_path: Path, monkey
         while agent.receive()["kind"] != "request":
             pass
         assert not answer(agent, 6)["is_in_charge"], "its event waits, but no agent"
+        server.coordinator.exclude(events.MachineExcluded("slow", "it is slow"), 60)
+        assert "slow" in server.coordinator.excluded and not server.coordinator.run.excluded.exists()
         time.sleep(1)
         answers.set()
         until(lambda: answer(agent, 7)["is_in_charge"])
         until(lambda: recorded(server, "stop_requested"))
+        until(lambda: recorded(server, "machine_excluded"))
         (asked,) = recorded(server, "stop_requested")
         assert asked_at <= asked["time"] < asked_at + 0.9
         write_atomic(server.coordinator.run.stop_request, "enough")

@@ -7,6 +7,7 @@ replica whose checksums change was wrong before.
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from fsdp_jobs.control import guard
@@ -44,6 +45,7 @@ class _Comparison:
     places: dict[int, Place] = field(default_factory=dict)  # by rank
     reported: set[int] = field(default_factory=set)  # shards whose replicas are known to differ
     open: Difference | None = None  # waits for agents to send single tensors
+    resumed: Future[events.Resumed | None] | None = None  # the newest in the records, read once ranks have sent digests
 
 
 class Guard(guard.Guard):
@@ -102,6 +104,9 @@ class Guard(guard.Guard):
         known.places |= {r: Place(agent.node, agent.host, r % agent.nproc) for r in message.digests}
         if len(digests) == current.size * agent.nproc:
             known.digests = {s: of_step for s, of_step in known.digests.items() if s > step}
+            if known.resumed is None:
+                newest = events.newest_of(self.attempt.run, events.Resumed)
+                known.resumed = self.attempt.records.begin(next, newest, None)
             self._compare(step, digests, now)
 
     def close(self, now: float) -> None:
@@ -192,12 +197,13 @@ class Guard(guard.Guard):
         agreed = self._agreed_before(difference.step)
         found = corruption(difference.step, agreed, finding, places, tensors, f"{what}{where}")
         self.attempt.record(found)
-        notify(self.attempt.run, self.attempt.number, "corruption", found.why)
+        self.attempt.records.begin(notify, self.attempt.run, self.attempt.number, "corruption", found.why)
         return found.why
 
     def _agreed_before(self, step: int) -> int:
         """Return the newest step at which replicas are known to have agreed before they differed, -1 for none."""
-        resumed = next(events.newest_of(self.attempt.run, events.Resumed), None)
+        looked = self._comparison.resumed
+        resumed = looked.result() if looked is not None and looked.done() else None
         read = resumed.step if resumed is not None and resumed.place != "memory" else -1  # all loaded the same files
         return max(min(self._agreed, step - 1), min(read, step))
 

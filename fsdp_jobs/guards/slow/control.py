@@ -81,5 +81,5 @@ class Guard(guard.Guard):
         saved_s = left * (slow.lost_s - slow.step_s * max(0.0, current.size / max(1, usable) - 1))
         if may and is_at_fault and saved_s > 3 * _RESTART_S:  # ranks save before they are stopped
             self._excluded_at = time.time()
-            if attempt.exclude(events.MachineExcluded(slow.host, slow.sentence(), is_slow=True), _EXCLUDE_S):
-                attempt.park(f"{slow.host} is excluded, because it is slow")
+            attempt.exclude(events.MachineExcluded(slow.host, slow.sentence(), is_slow=True), _EXCLUDE_S)
+            attempt.park(f"{slow.host} is excluded, because it is slow")
