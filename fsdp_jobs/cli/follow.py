@@ -135,7 +135,7 @@ def summary(run: RunDir, row: RunSummary) -> None:
     for what, value in _facts(status):
         say(f"  {what:<12}{value}")
     verdict = Verdict.read(run, run.last_attempt()) if row.state != "done" else None
-    if verdict is not None and verdict.last_lines and not verdict.error.startswith(FINAL_ERRORS):
+    if verdict is not None and verdict.rank != 0 and verdict.last_lines and not verdict.error.startswith(FINAL_ERRORS):
         say(f"  the last lines of its log:\n{verdict.last_lines}", "dim")
     name = named(run)
     if row.state != "done":

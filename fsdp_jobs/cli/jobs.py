@@ -16,11 +16,9 @@ from rich.text import Text
 from fsdp_jobs.cli.follow import Follower, summary
 from fsdp_jobs.cli.runs import print_run
 from fsdp_jobs.config.arguments import RUNS_DIR, ComposingParser, Parser, overrides_in, search_path, split_folders
-from fsdp_jobs.config.data import READ_FROM_PATH
 from fsdp_jobs.config.errors import BadInput, nearest
 from fsdp_jobs.config.groups import CONF_DIR
 from fsdp_jobs.config.hydra import as_hydra_reads, compose_job, key_of, register_schemas
-from fsdp_jobs.config.program import launcher_in
 from fsdp_jobs.config.resolve import silence_s
 from fsdp_jobs.config.schema import PROGRAM_KEYS, TRAINERS_KEYS
 from fsdp_jobs.config.terminal import console, print_json, say
@@ -67,15 +65,15 @@ def submit(args: list[str]) -> int:
     return _submit(overrides, flags.output, flags.json)
 
 
-def _submit(overrides: Sequence[str], output: str | None = None, as_json: bool = False) -> int:
+def _submit(
+    overrides: Sequence[str], output: str | None = None, as_json: bool = False, is_resumed: bool = False
+) -> int:
     (config,) = composed([overrides])
     _say_unused(overrides)
-    if config.data.path is not None and config.data.kind not in READ_FROM_PATH and not config.is_program:
-        say(f"data.path={config.data.path}: no effect with data={config.data.kind}, which reads no path", "yellow")
-    if launcher := launcher_in(config):
-        cure = f"nproc_per_node=1, or `exec python` in place of {launcher}"
-        say(f"{config.script}: if it starts {launcher}, each rank starts a whole node's ranks: {cure}", "yellow")
     (job,) = submission.prepare([config])
+    if not (is_resumed or config.checkpoint.restart_from_zero):
+        has_more = not config.is_program and config.steps != job.before.get("steps")
+        submission.check_left(job.run, [f"steps={config.steps}"] if has_more else [])
     if output and (not config.dry_run or output != job.launcher.output):
         what = f"a dry run with {job.launcher.name} shows {job.launcher.output}"
         raise BadInput.at(f"--output {output}", what, f"dry_run=true --output {job.launcher.output}")
@@ -159,7 +157,7 @@ def resume(args: list[str]) -> int:
         say(replaced)
         print_run(run, flags.json)
         return 0
-    return _submit(submission.overrides_again(run, changes), as_json=flags.json)
+    return _submit(submission.overrides_again(run, changes), as_json=flags.json, is_resumed=True)
 
 
 def examine(args: list[str]) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_jobs.checkpoints.catalog import find_checkpoints
+from fsdp_jobs.config.data import READ_FROM_PATH
 from fsdp_jobs.config.errors import BadInput, JobFailed, Problem
 from fsdp_jobs.config.hydra import key_of, merge_overrides
+from fsdp_jobs.config.program import launcher_in
 from fsdp_jobs.config.resolve import most_nodes, ranks_per_node
 from fsdp_jobs.config.schema import CustomModelConfig, HfConfig, JobConfig, dump_config, plain_values
 from fsdp_jobs.config.terminal import say
@@ -137,11 +139,13 @@ def _topology(config: JobConfig) -> Topology | None:
 
 
 def prepare(configs: Sequence[JobConfig]) -> list[Prepared]:
-    """Validate and plan jobs, and let their launchers prepare the requests. Writes and starts nothing.
+    """Validate and plan jobs, and let their launchers prepare the requests. Writes and starts nothing; says notes.
 
     Raises:
         BadInput: all problems of all configurations, names and run directories; each problem once.
     """
+    for note in dict.fromkeys(note for config in configs for note in _notes(config)):
+        say(note, "yellow")
     jobs: list[Prepared] = []
     problems: list[Problem] = []
     asked: dict[str, list[str]] = {}
@@ -172,6 +176,15 @@ def prepare(configs: Sequence[JobConfig]) -> list[Prepared]:
     if problems:
         raise BadInput(dict.fromkeys(problems))
     return jobs
+
+
+def _notes(config: JobConfig) -> Iterator[str]:
+    """Yield what a configuration may not do as its user means it."""
+    if config.data.path is not None and config.data.kind not in READ_FROM_PATH and not config.is_program:
+        yield f"data.path={config.data.path}: no effect with data={config.data.kind}, which reads no path"
+    if launcher := launcher_in(config):
+        cure = f"nproc_per_node=1, or `exec python` in place of {launcher}"
+        yield f"{config.script}: if it starts {launcher}, each rank starts a whole node's ranks: {cure}"
 
 
 def _open(config: JobConfig, taken: Sequence[RunDir], is_offline: bool) -> RunDir:

@@ -15,6 +15,7 @@ from fsdp_jobs.cli.main import main
 from fsdp_jobs.config.arguments import overrides_in, search_path
 from fsdp_jobs.config.errors import BadInput, nearest
 from fsdp_jobs.config.hydra import compose_job
+from fsdp_jobs.run.files import write_json
 from tests.jobs import called, cli, environment
 from tests.recorded import recorded_run
 
@@ -326,13 +327,32 @@ def test_tokens_beyond_the_vocabulary_and_half_tokens_are_found_before_anything_
 
 
 @pytest.mark.parametrize(("data", "is_said"), [("python_stdlib", True), ("text", False)])
-def test_a_path_that_nothing_reads_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], data: str, is_said: bool
+@pytest.mark.parametrize("swept", [[], ["--multirun", "seed=1,2"]])
+def test_a_path_that_nothing_reads_is_said_once(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    data: str,
+    is_said: bool,
+    swept: list[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("mine.txt").write_text("text")
-    assert main(["dry_run=true", f"data={data}", "data.path=mine.txt"]) == 0
-    assert ("data.path=mine.txt: no effect with data=python_stdlib" in capsys.readouterr().out) == is_said
+    assert main(["dry_run=true", f"data={data}", "data.path=mine.txt", *swept]) == 0
+    assert capsys.readouterr().out.count("data.path=mine.txt: no effect with data=python_stdlib") == is_said
+
+
+def test_a_run_that_is_done_is_not_submitted_to_do_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = recorded_run(tmp_path / "runs", "mine")
+    write_json(run.job, run.read_job() | {"handle": "local_fsdp://fsdp_jobs/gone"})
+    same = ["dry_run=true", "name=mine", "nodes=2", "nproc_per_node=2", "fsdp=hybrid_shard"]
+    assert main([*same, "steps=20"]) == 2
+    assert "no step is left to do -> fsdp-jobs resume mine steps=40" in " ".join(capsys.readouterr().err.split())
+    for more in (["steps=21"], ["steps=20", "checkpoint.restart_from_zero=true"]):
+        assert main([*same, *more, "allow_config_change=true"]) == 0, capsys.readouterr().err
 
 
 def test_a_plan_needs_no_data(tmp_path: Path) -> None:
