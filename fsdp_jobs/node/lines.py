@@ -76,7 +76,7 @@ _STEP = _pattern(rf"""
             global[_ ]?step(?:/max_steps)?|step|iter(?:ation)?|num_update
             |(?<=\[)batch|batch(?=\W+\d+/\d)|epoch\W+\d+(?:/\d+)?\W+batch(?!.*\b(?:step|iter))
         )
-        (?:s(?!.*\b(?:step|iter)['"]?\s*[:=]?\s*\d))?  # not of `steps 9 | step 1`
+        (?:s(?!=\d+[,) ]|.*\b(?:step|iter)['"]?\s*[:=]?\s*\d))?  # not of `steps=9,` or `steps 9 | step 1`
         ['"]?\s*[:=#]?\s*['"\[]?
     )
     (?:\d+%\|.*\|\s*)?  # a bar

@@ -102,6 +102,10 @@ LIGHTNING = "Epoch 1:  50%|█████     | 50/100 [00:05<00:05, 9.80it/s, 
         ("step 00019/05000 | loss 10.98 | lr 3.0e-04", Reading(19, 5000, 10.98)),  # llm.c and its like
         ("{'step': 3, 'loss': 1.5}", Reading(3, None, 1.5)),
         ("step=1,000 loss=1e-3", Reading(1000, None, 0.001)),
+        ("steps=1000 batch=8 loss=1", None),  # what a program is to do
+        ("Namespace(lr=0.1, steps=1000, loss=1.0)", None),
+        ("Steps: 10 loss: 1.2", Reading(10, None, 1.2)),
+        ("steps=10/100 loss=1", Reading(10, 100, 1.0)),
         ("step 2 loss 1,234.5", Reading(2, None, 1234.5)),
         ("Saving checkpoint at step 100", None),
         (f"step {'9' * 400} loss 1", None),
