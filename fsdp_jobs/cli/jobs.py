@@ -15,7 +15,15 @@ from rich.text import Text
 
 from fsdp_jobs.cli.follow import Follower, summary
 from fsdp_jobs.cli.runs import print_run
-from fsdp_jobs.config.arguments import RUNS_DIR, ComposingParser, Parser, overrides_in, search_path, split_folders
+from fsdp_jobs.config.arguments import (
+    RUNS_DIR,
+    ComposingParser,
+    Parser,
+    file_name,
+    overrides_in,
+    search_path,
+    split_folders,
+)
 from fsdp_jobs.config.errors import BadInput, nearest
 from fsdp_jobs.config.groups import CONF_DIR
 from fsdp_jobs.config.hydra import as_hydra_reads, compose_job, key_of, register_schemas
@@ -129,7 +137,7 @@ def plan(args: list[str]) -> int:
         return _print_by_hydra(args)
     parser = ComposingParser("plan")
     parser.add_json("all of the plan as one object")
-    parser.add_argument("--svg", metavar="FILE", help="also draw it")
+    parser.add_argument("--svg", type=file_name, metavar="FILE", help="also draw it")
     flags, overrides = parser.parse(args)
     planned, _ = submission.plan_of(job_without_files(overrides))
     if flags.svg:
@@ -165,16 +173,14 @@ def examine(args: list[str]) -> int:
 
     what = "write the facts of this site that dry runs elsewhere need; they read cluster.site=FILE"
     parser = ComposingParser("doctor")
-    parser.add_argument("--save", metavar="FILE", help=what)
+    parser.add_argument("--save", type=file_name, metavar="FILE", help=what)
     parser.add_json()
     flags, overrides = parser.parse(args)
     config = job_without_files(overrides)
     if flags.save is not None:
         file, made = Path(flags.save), f"{_SITE_FILE} {' '.join(args)}\n# {time.strftime('%Y-%m-%d %H:%M %z')}\n"
-        is_other = file.is_dir() or (file.exists() and not file.read_bytes().startswith(_SITE_FILE.encode()))
-        if "=" in flags.save.partition("/")[0] or is_other:
-            what = "would be read as an override, or exists and was not written by doctor"
-            raise BadInput.at(f"--save {file}", what, "--save site.yaml")
+        if file.is_dir() or (file.exists() and not file.read_bytes().startswith(_SITE_FILE.encode())):
+            raise BadInput.at(f"--save {file}", "exists and was not written by doctor", "--save site.yaml")
         write_atomic(file, made + launcher_of(config.cluster.launcher).site_file())
         say(f"saved for dry runs elsewhere: cluster.site={flags.save}")
     found = []

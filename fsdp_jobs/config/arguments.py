@@ -59,6 +59,13 @@ class ComposingParser(Parser):
         return flags, overrides
 
 
+def file_name(text: str) -> str:
+    """Return the name of a file to write, for a flag; an override there means that the name was left out."""
+    if "=" in text.partition("/")[0]:
+        raise argparse.ArgumentTypeError(f"{text} is an override, not a file")
+    return text
+
+
 def _split_values(overrides: Sequence[str]) -> Iterator[Problem]:
     """Find values that a shell split at blanks, for want of quotes: words behind a key, without `=` or `~`."""
     parts: list[list[str]] = []

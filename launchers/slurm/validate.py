@@ -252,6 +252,7 @@ _RULES: tuple[tuple[str, str, Callable[[client.Partition], str]], ...] = (
     ("feature", "constraint", lambda p: f"its nodes have {p.features.replace('(null)', 'none')}"),
     ("reservation", "reservation", lambda _: "scontrol show reservation lists them"),
     ("node name", "nodelist", lambda _: "sinfo -N lists them; cluster.exclude may be the cause too"),
+    ("number of nodes", "nodelist", lambda _: "not more hosts than nodes; cluster.exclude=HOSTLIST leaves hosts out"),
     ("--mem", "mem", lambda _: "500G, or 0 for all of it"),
     ("memory", "mem", _size),
     ("switches", "switches", lambda _: "a number, or number@max-time"),

@@ -107,6 +107,8 @@ CASES = [
     (["logs", "nothing"], "no such run"),
     (["resume", "../x"], "no '/'"),
     (["import-accelerate", "no.yaml"], "no.yaml: No such file or directory\n"),
+    (["plan", "--svg", "nodes=4"], "argument --svg: nodes=4 is an override, not a file"),
+    (["doctor", "--save", "cluster=slurm"], "argument --save: cluster=slurm is an override, not a file"),
     (["plan", "--svg", "no/folder/plan.svg"], "no/folder/plan.svg: No such file or directory"),
     (["dashboard", "--port", "70000"], "a port is a number from 0 to 65535"),
     (["nodes", "4"], "nodes: not a verb\n      -> nodes=...\n"),

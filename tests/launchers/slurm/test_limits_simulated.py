@@ -244,6 +244,7 @@ def test_partitions_of_large_and_mixed_nodes_are_read(site: Site) -> None:
             "cluster.account=None",
             "your accounts: proj (QOS a,b)",
         ),
+        ("invalid number of nodes (-N 3-2)", "cluster.nodelist=None", "not more hosts than nodes"),
         ("User's group not permitted to use this partition", "cluster.partition=None", "short has AllowGroups=staff"),
     ],
 )
