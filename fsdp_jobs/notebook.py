@@ -71,7 +71,7 @@ class Job:
         (config,) = composed([self.overrides])
         (job,) = submission.prepare([config])
         if config.dry_run:
-            return "\n".join([*(f"# {line}" for line in job.offline_notes), str(job.request)])
+            return str(job.request)
         (handle,) = submission.submit([job], [self.overrides])
         self._run = job.run
         return handle

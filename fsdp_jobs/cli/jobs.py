@@ -85,8 +85,6 @@ def _submit(
     if output and (not config.dry_run or output != job.launcher.output):
         what = f"a dry run with {job.launcher.name} shows {job.launcher.output}"
         raise BadInput.at(f"--output {output}", what, f"dry_run=true --output {job.launcher.output}")
-    if job.offline_notes:
-        say("\n".join(["rendered without the cluster:", *job.offline_notes]), "yellow")
     say(render(job.plan, in_brief=True))
     say("the whole plan, with its tables: fsdp-jobs plan and the job's arguments", "dim")
     if config.dry_run:

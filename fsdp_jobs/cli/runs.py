@@ -262,12 +262,11 @@ def cancel(args: list[str]) -> int:
         with suppress(BadInput, JobFailed):  # its launcher does not answer here
             kill([run.handle])  # removes leftovers of a job that has ended
         say(f"{run.name} is not running")
-        print_run(run, flags.json)
-        return 0
-    stop([run], flags.now)
-    row = Overview().look([run])[run]
-    say(f"{run.name} {row.state}: {row.reason}")
-    print_run(run, flags.json, row)
+    else:
+        stop([run], flags.now)
+        row = Overview().look([run])[run]
+        say(f"{run.name} {row.state}: {row.reason}")
+    print_run(run, flags.json)
     return 0
 
 

@@ -144,8 +144,6 @@ def prepare(configs: Sequence[JobConfig]) -> list[Prepared]:
     Raises:
         BadInput: all problems of all configurations, names and run directories; each problem once.
     """
-    for note in dict.fromkeys(note for config in configs for note in _notes(config)):
-        say(note, "yellow")
     jobs: list[Prepared] = []
     problems: list[Problem] = []
     asked: dict[str, list[str]] = {}
@@ -175,6 +173,9 @@ def prepare(configs: Sequence[JobConfig]) -> list[Prepared]:
             problems += e.problems
     if problems:
         raise BadInput(dict.fromkeys(problems))
+    offline = [f"rendered without the cluster: {line}" for lines in asked.values() for line in lines]
+    for note in dict.fromkeys([*offline, *(note for config in configs for note in _notes(config))]):
+        say(note, "yellow")
     return jobs
 
 

@@ -69,7 +69,5 @@ def show_dry_run(rows: Sequence[Row], prepared: Sequence[Prepared]) -> None:
         action = f"none: it is {row.state}" if plan is None else "resume" if row.handle else "submit"
         layout = f"{plan.layout.strategy} over {plan.layout.shard_group} of {plan.layout.world_size}" if plan else ""
         lines.append([row.run, action, layout, " ".join(row.overrides)])
-    for line in dict.fromkeys(line for job in prepared for line in job.offline_notes):
-        say(line, "yellow")
     show_table(["run", "action", "plan", "overrides"], lines)
     say("dry run: nothing was submitted", "yellow")
