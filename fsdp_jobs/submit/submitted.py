@@ -126,7 +126,7 @@ def _described(name: str, handles: list[str]) -> dict[str, Description]:
         if middle := len(handles) // 2:
             return _described(name, handles[:middle]) | _described(name, handles[middle:])
         return dict.fromkeys(handles, Description(State.SILENT, f"its records cannot be read: {one_line(e)}"))
-    except (BadInput, JobFailed) as e:
+    except Exception as e:  # BadInput, JobFailed, and whatever clients of clusters raise
         return dict.fromkeys(handles, Description(State.SILENT, f"its launcher does not answer: {one_line(e)}"))
     unknown = Description(State.UNKNOWN, "its launcher has no such job any more: resume it")
     found = {handle: answer or unknown for handle, answer in zip(here, answers, strict=True)}

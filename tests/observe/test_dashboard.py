@@ -21,13 +21,14 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from fsdp_jobs.launchers.base import Description
+from fsdp_jobs.launchers.base import Description, Launcher, launcher_of
 from fsdp_jobs.observe.dashboard import live
 from fsdp_jobs.observe.dashboard.app import Dashboard, make_app
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.files import write_atomic
 from fsdp_jobs.run.identity import Identity
 from fsdp_jobs.run.status import RunStatus
+from fsdp_jobs.submit import submitted
 from fsdp_jobs.submit.overview import Overview
 from fsdp_jobs.sweeps.jobs import measured
 from fsdp_jobs.sweeps.table import sweeps_in
@@ -244,15 +245,19 @@ def test_launchers_are_asked_beside_each_other_and_a_hanging_one_is_named_simula
     asked: list[Sequence[str]] = []
     hangs = threading.Event()
 
-    def ask(handles: Sequence[str]) -> dict[str, Description]:
+    def ask(name: str, handles: list[str]) -> dict[str, Description]:
         asked.append(handles)
-        if handles[0].startswith("hanging"):
-            hangs.wait(60)
-            raise OSError("connection lost")
-        return live_answers(handles)
+        return answers(name, handles)
 
-    live_answers = live.describe
-    monkeypatch.setattr(live, "describe", ask)
+    def reach(_: Launcher, handle: str) -> None:
+        if handle.startswith("hanging"):
+            hangs.wait(60)
+            raise RuntimeError("connection lost")
+
+    answers = submitted._described
+    monkeypatch.setattr(submitted, "_described", ask)
+    monkeypatch.setattr(submitted, "_elsewhere", reach)
+    monkeypatch.setattr(submitted, "launcher_of", lambda _: launcher_of("local_fsdp"))
     monkeypatch.setattr(live, "_PATIENCE_S", 1.0)
     unfinished(tmp_path, "gone", "local_fsdp://fsdp_jobs/absent")
     unfinished(tmp_path, "waiting", "hanging://there/1")

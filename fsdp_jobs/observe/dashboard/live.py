@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 
-from fsdp_jobs.config.errors import one_line
 from fsdp_jobs.launchers.base import Description
 from fsdp_jobs.observe.answers import row_of
 from fsdp_jobs.run.directory import runs_in
@@ -54,20 +53,14 @@ class LauncherAnswers:
             waited_s = time.monotonic() - began
             is_asked = question is not None and not question.done()
             if is_asked and waited_s > _PATIENCE_S:
-                self._note_silence(handles, f"has not answered for {duration(waited_s)}")
+                silent = Description(State.SILENT, f"its launcher has not answered for {duration(waited_s)}")
+                self._answers |= dict.fromkeys(handles, silent)
             elif not is_asked and waited_s > _ASK_EVERY_S:
                 self._asking[launcher] = (in_thread(partial(self._ask, handles)), time.monotonic())
         self._wanted = {}
 
     def _ask(self, handles: Sequence[str]) -> None:
-        try:
-            self._answers |= describe(handles)
-        except Exception as e:  # clients of clusters raise any exception
-            logger.warning("a launcher does not answer: %s", e)
-            self._note_silence(handles, f"does not answer: {one_line(e)}")
-
-    def _note_silence(self, handles: Sequence[str], why: str) -> None:
-        self._answers |= dict.fromkeys(handles, Description(State.SILENT, f"its launcher {why}"))
+        self._answers |= describe(handles)
 
 
 class LiveRows:
