@@ -79,9 +79,9 @@ def _submit(
     (config,) = composed([overrides])
     _say_unused(overrides)
     (job,) = submission.prepare([config])
-    if not (is_resumed or config.checkpoint.restart_from_zero):
-        has_more = not config.is_program and config.steps != job.before.get("steps")
-        submission.check_left(job.run, [f"steps={config.steps}"] if has_more else [])
+    steps = None if config.is_program else config.steps
+    if job.before.get("steps") == steps and not (is_resumed or config.checkpoint.restart_from_zero):
+        submission.check_left(job.run, [])
     if output and (not config.dry_run or output != job.launcher.output):
         what = f"a dry run with {job.launcher.name} shows {job.launcher.output}"
         raise BadInput.at(f"--output {output}", what, f"dry_run=true --output {job.launcher.output}")
