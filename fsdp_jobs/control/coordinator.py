@@ -35,7 +35,7 @@ class Coordinator(Attempt):
     def __init__(self, config: JobConfig, run: RunDir, number: int, now: float):
         super().__init__(config, run, number)
         self.formation = Formation(config.elastic, *node_range(config.nodes), now)
-        self._terms = Terms(checkpoints_of(config.checkpoint, run), number)
+        self.terms = Terms(checkpoints_of(config.checkpoint, run), run, number)
         self._came_at = now  # when an agent last joined the round
         self._exclusion = ""  # why the newest excluded machine was turned away
         self._ticked = now
@@ -290,14 +290,14 @@ class Coordinator(Attempt):
     def _next_term(self, now: float) -> int | None:
         """Return the term of the next round, None until it is claimed."""
         try:
-            term = self._terms.next(self.round.term, self.term_seen, now)
+            term = self.terms.next(self.round.term, self.term_seen, now)
         except Fenced:
             self.on_superseded()
             return None
-        if term is None and self._terms.problem:
-            self.warn(self._terms.problem)
+        if term is None and self.terms.problem:
+            self.warn(self.terms.problem)
             if now - self.formation.since > self.elastic.wait_for_nodes_s:
-                self.close(self.budget.requeue(self._terms.problem), now)
+                self.close(self.budget.requeue(self.terms.problem), now)
         return term
 
     def _form(self, ready: list[ConnectedAgent], now: float) -> None:
@@ -312,7 +312,7 @@ class Coordinator(Attempt):
             return
         by_name = {a.name: a for a in ready}
         layout, chosen, number = plan.layout, [by_name[name] for name in plan.nodes], self.round.number + 1
-        self._terms.use()
+        self.terms.use()
         self._may_adopt, self._warned, self._exclusion = False, "", ""
         news = [guard.begin_round() for guard in self.guards]
         self.step = max(0, self.committed)

@@ -9,8 +9,9 @@ from math import inf
 from pathlib import Path
 
 from fsdp_jobs.config.schema import ElasticConfig
+from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.protocol import lease_s, unreachable_s
-from fsdp_jobs.run.term import ROUND, Fenced, claim
+from fsdp_jobs.run.term import COORDINATOR, ROUND, Fenced, claim, newest
 from fsdp_jobs.run.threads import Background
 
 CHARGE_S = 5.0  # after a look that found no newer coordinator; until then no newer one begins a round
@@ -59,14 +60,28 @@ class Leases(dict[str, float]):
 
 
 class Terms:
-    """Claims the term of the next round in a thread, so that agents get answers while a store hangs."""
+    """Claims the term of the next round in a thread, so that agents get answers while a store hangs.
 
-    def __init__(self, home: Path, attempt: int):
-        self.home, self.attempt = home, attempt
+    Only the newest coordinator of the newest attempt may: it has the highest number.
+    """
+
+    def __init__(self, home: Path, run: RunDir, attempt: int):
+        self.home, self.run, self.attempt = home, run, attempt
+        self.number = 0  # of this coordinator; not claimed yet
         self.problem = ""  # why no term is claimed yet
         self._claims = Background("claims")
         self._claim: Future[int] | None = None
         self._patient_until = -inf
+
+    def take_charge(self, seen: int) -> None:
+        """Claim the number of this coordinator, greater than `seen`."""
+        self.number = claim(self.run.attempt(self.attempt), COORDINATOR, uuid.uuid4().hex, above=seen)
+
+    def check(self) -> None:
+        """Raise Fenced if another coordinator has taken charge since."""
+        there = newest(self.run.attempt(self.attempt), COORDINATOR)
+        if self.run.last_attempt() > self.attempt or 0 < self.number < there:
+            raise Fenced(f"another coordinator of {self.run.name} has taken over")
 
     def next(self, last: int, seen: int, now: float) -> int | None:
         """Return the term of the round after that of term `last` (0: not known), the same until `use`.
@@ -80,7 +95,7 @@ class Terms:
             if now < self._patient_until:
                 return None
             owner, self._patient_until = f"attempt {self.attempt} {uuid.uuid4().hex}", now + _PATIENCE_S
-            self._claim = self._claims.begin(claim, self.home, ROUND, owner, last, seen)
+            self._claim = self._claims.begin(claim, self.home, ROUND, owner, last, seen, self.check)
         if not self._claim.done():
             if now > self._patient_until:
                 self.problem = f"checkpoint.dir: {self.home} does not answer"

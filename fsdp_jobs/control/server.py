@@ -27,11 +27,12 @@ from fsdp_jobs.control.coordinator import Coordinator
 from fsdp_jobs.control.fencing import CHARGE_S
 from fsdp_jobs.control.placement import ConnectedAgent
 from fsdp_jobs.control.requests import Requests, read_requests
-from fsdp_jobs.run import log, messages, term
+from fsdp_jobs.run import log, messages
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ATTEMPT_ENV, COORDINATOR_ENV
 from fsdp_jobs.run.processes import STOP_SIGNALS, raise_file_limit, wildcards
 from fsdp_jobs.run.protocol import COORDINATOR, unreachable_s, welcome
+from fsdp_jobs.run.term import Fenced
 from fsdp_jobs.run.verdict import EXIT_FAILED, Verdict
 
 _TICK_S = 0.1
@@ -108,26 +109,22 @@ class Server:
         coordinator can take over, or only this machine is cut off from it. The job trains on in both cases, and the
         trainer's ranks check their term before they write.
         """
-        coordinator, run = self.coordinator, self.coordinator.run
-        home = run.attempt(coordinator.number)
-        owner, number = secrets.token_hex(), 0
+        coordinator, run, terms = self.coordinator, self.coordinator.run, self.coordinator.terms
         coordinator.in_charge_until = time.monotonic()
         while True:
             began = time.monotonic()
             coordinator.asked_at = min(coordinator.asked_at, began)
             try:
-                if await asyncio.to_thread(run.last_attempt) > coordinator.number:
-                    break
-                if not number:
-                    seen = coordinator.term_seen  # rounds also get higher terms than this, claimed separately
-                    number = await asyncio.to_thread(term.claim, home, term.COORDINATOR, owner, above=seen)
-                    coordinator.term_seen = max(coordinator.term_seen, number)
+                await asyncio.to_thread(terms.check)
+                if not terms.number:
+                    await asyncio.to_thread(terms.take_charge, coordinator.term_seen)
+                    coordinator.term_seen = max(coordinator.term_seen, terms.number)  # rounds get higher terms than it
                     coordinator.leases.on_charge(time.monotonic())
-                elif await asyncio.to_thread(term.newest, home, term.COORDINATOR) > number:
-                    break
                 if away_s := coordinator.storage_away_s(time.monotonic()):
                     logger.warning("storage has not answered for %.0f s: %s", away_s, run.path)
                 coordinator.in_charge_until, coordinator.asked_at = began + CHARGE_S, math.inf
+            except Fenced:
+                break
             except OSError as e:
                 logger.warning("%s: %s", run.path, e)
             await asyncio.sleep(_LOOK_S)

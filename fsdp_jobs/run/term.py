@@ -12,6 +12,7 @@ import math
 import mmap
 import os
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -34,7 +35,9 @@ def newest(home: Path, kind: str) -> int:
     return max(_markers(home, kind), default=0)
 
 
-def claim(home: Path, kind: str, owner: str, last: int = 0, above: int = 0) -> int:
+def claim(
+    home: Path, kind: str, owner: str, last: int = 0, above: int = 0, check: Callable[[], object] = lambda: None
+) -> int:
     """Claim the next number; no other process gets the same.
 
     Args:
@@ -43,15 +46,18 @@ def claim(home: Path, kind: str, owner: str, last: int = 0, above: int = 0) -> i
         last: the newest number that the caller knows, 0 if it has claimed none.
         above: a number that others have used. The claimed one is above it and `last` even if the markers are gone,
             as after a purge of a scratch file system.
+        check: called after each look for the newest number; raises Fenced if another process claims in place of this
+            one. Whoever takes over later finds a number that is not lower.
 
     Raises:
-        Fenced: another process has claimed a number after `last`.
+        Fenced: another process has claimed a number after `last`, or the check raised it.
         OSError: the folder cannot be read or written.
     """
     while True:
         known = max(newest(home, kind), last)
         if last and known > last:
             raise Fenced(f"{kind} {known} of this run has begun elsewhere, after {last}")
+        check()
         number = max(known, above) + 1
         marker = home / TERMS / f"{kind}-{number:08d}"
         if _create(marker, owner):

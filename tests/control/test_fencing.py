@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import shutil
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from fsdp_jobs.run import messages
+from fsdp_jobs.control.fencing import Terms
+from fsdp_jobs.run import messages, threads
+from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.rank_state import SAVES_NOTHING
+from fsdp_jobs.run.term import ROUND, Fenced, newest
+from fsdp_jobs.run.threads import wait_until
 from tests.control.cluster import Cluster, failure
 
 
@@ -187,3 +193,28 @@ def test_a_new_coordinator_numbers_on_where_the_markers_were_purged(tmp_path: Pa
     b = new.join(0, life="b")
     new.later(60, b)
     assert new.last(b, messages.Round).term == 3
+
+
+def test_a_first_claim_that_hangs_while_another_coordinator_takes_over_fences_no_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, answers, iterdir = RunDir(tmp_path / "run"), threading.Event(), Path.iterdir
+    run.attempt(0).mkdir(parents=True)
+    hanging = [answers]
+
+    def slowly(path: Path) -> Iterator[Path]:
+        if path.parent == run.checkpoints and hanging:
+            hanging.pop().wait(20)
+        return iterdir(path)
+
+    monkeypatch.setattr(threads, "_SOON_S", 0.1)
+    monkeypatch.setattr(Path, "iterdir", slowly)
+    old, new = (Terms(run.checkpoints, run, 0) for _ in range(2))
+    old.take_charge(seen=0)
+    assert old.next(0, 0, now=0.0) is None
+    new.take_charge(seen=0)
+    assert wait_until(lambda: new.next(0, 0, now=0.0) is not None, 20)
+    answers.set()
+    with pytest.raises(Fenced):
+        wait_until(lambda: old.next(0, 0, now=1.0) is not None, 20)
+    assert newest(run.checkpoints, ROUND) == new.next(0, 0, now=1.0)

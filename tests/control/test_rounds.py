@@ -347,7 +347,7 @@ def released(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 def planned(cluster: Cluster) -> None:
     """Wait until the threads have done what was begun."""
     coordinator = cluster.coordinator
-    work = (coordinator.planner._answer, coordinator._terms._claim, coordinator.records.begin(bool))
+    work = (coordinator.planner._answer, coordinator.terms._claim, coordinator.records.begin(bool))
     wait([future for future in work if future is not None], 60)
 
 
