@@ -86,9 +86,11 @@ _WORD_END = re.compile(r"[^\W\d][ /:-]")  # `max steps 9` and `train.py:step:9` 
 _RANK = _pattern(r"(?:^|[\[(|])\s*rank[ :=]*(\d+)\s*[\])|:]")
 _PART = _pattern(r"loss/(?!train|total)")
 _VALIDATION = _pattern(rf"(?<![^\W_])(?:{'|'.join(_EVALUATING.split())})(?![^\W_])")
-_HEADING = re.compile(r"\[(?:step|batch)=[^]]*\]:?$")  # the indented lines below it belong to its step
 _WORDS = ("loss", "step", "iter", "epoch", "[batch", "%|")  # a line with none of them shows nothing
-_BAR = _pattern(r"^\s*(?:(?:train(?:ing)?:?[ ]+)?\d+%\|.*\|[ ]+)?(?P<step>[1-9]\d*)/(?P<steps>\d+)[ ][\[━]")
+_BAR = _pattern(r"""
+    ^\s*(?:(?:(?:(?:train(?:ing)?[ ])?loss\W+[\d.]+|train(?:ing)?):?[ ]+)?\d+%\|.*\|[ ]+)?
+    (?P<step>[1-9]\d*)/(?P<steps>\d+)[ ][\[━]
+""")
 _EPOCH = _pattern(rf"""
     \b(?:epoch['"]?\s*[:=]?\s*\[?|{_WENET}|info:[ ](?=\d+epoch:)|(?=\d+,[ ]+\d+\][ ]loss))(?P<epoch>\d+)(?!\.?\d)
 """)
@@ -117,7 +119,7 @@ class Reading:
     step: int
     steps: int | None = None  # the total; beside an epoch, the epoch's last
     loss: float | None = None
-    epoch: int | None = None  # -1: that in which the program has resumed
+    epoch: int | None = None  # -1: that in which the program began or resumed, -2: the next
 
 
 class Reader:
@@ -127,9 +129,12 @@ class Reader:
         """`pattern`: `program.metrics`, which replaces the known formats."""
         self._pattern = re.compile(pattern) if pattern is not None else None
         self._loss: dict[str, str | None] = {}  # printed by the Trainer; its progress bar shows the step next
-        self._step: dict[str, str | None] = {}  # all of the last line, or of a heading; its loss may follow
+        self._step: dict[str, str | None] = {}  # of the line above, or above the indented ones; its loss may follow
+        self._is_heading = False  # whether that line has nothing else, so that its loss need not be indented
         self._epoch: dict[str, str | None] = {}  # of the last title
         self._bars: dict[str | None, int] = {}  # last -> newest step of progress bars without a name
+        self._last: str | None = None  # of the first such bar with a loss
+        self._bar_epoch = -1  # that bar's
         self._rank = math.inf  # the lowest that lines name: a program that starts its ranks itself has one log for all
         self._evaluated: tuple[int | None, int] | None = None  # epoch and step of the last line with a validation
         self._is_shown_again = False  # whether another line has shown that step, too, as nanoGPT's `iter`
@@ -165,8 +170,9 @@ class Reader:
         if title := _groups(_EPOCH_TITLE, line):
             self._epoch, self._step, self._loss = title, {}, {}
             return None
-        loss = _plain(_LOSS, line)
-        if loss and (_EVALUATION.search(line) or _RESTORED.search(line)):
+        loss, is_indented = _plain(_LOSS, line), line[:1].isspace()
+        if _EVALUATION.search(line) or _RESTORED.search(line):
+            self._step = self._step if is_indented else {}
             return None
         if (of_epoch := _groups(_OF_EPOCH, line)) and (loss or "%|" in line):
             of_epoch["steps"] = of_epoch["steps"] or of_epoch["step"]  # a bar without an end
@@ -177,22 +183,26 @@ class Reader:
             at, reached = int(bar["step"] or 0), self._bars.get(bar["steps"], 0)
             told = self._loss if at >= reached else {}  # one that begins anew is an epoch's, not the Trainer's
             self._bars[bar["steps"]], self._loss = at, {}
-            if told := told or (loss if self._epoch else {}):
+            if loss and not told and not self._epoch and line.rstrip().endswith("]"):
+                self._last = self._last or bar["steps"]
+                if bar["steps"] != self._last:  # maybe an evaluation's
+                    return None
+                self._bar_epoch -= at < reached
+                bar["epoch"] = str(self._bar_epoch)
+            if told := told or (loss if "epoch" in self._epoch | bar else {}):
                 return _reading(self._epoch | bar | told)
         if "'train_runtime'" in line:
             loss = {"loss": None}  # it is a mean over the run
-        is_heading = _STEP.fullmatch(line.strip()) or _HEADING.search(line.rstrip())
-        step = _plain(_STEP, line) if loss or is_heading else {}
-        if step:
+        if step := _plain(_STEP, line, or_first=bool(loss)):
             step = self._epoch | step | _groups(_EPOCH, line)
         if line.lstrip().startswith("{"):
             self._loss = {} if step else loss
-        before = self._step
-        if is_heading:
-            self._step = step
-        elif not line[:1].isspace():
-            self._step = {}
-        return _reading((step or before) | loss) if loss else None
+        if loss:
+            before, self._step = self._step if is_indented or self._is_heading else {}, {}
+            return _reading((step or before) | loss)
+        if not (is_indented and self._step):
+            self._step, self._is_heading = step, bool(_STEP.fullmatch(line.strip()))
+        return None
 
 
 def _groups(pattern: re.Pattern[str], line: str) -> dict[str, str | None]:
@@ -201,7 +211,7 @@ def _groups(pattern: re.Pattern[str], line: str) -> dict[str, str | None]:
     return found.groupdict() or dict(zip(("step", "loss"), found.groups(), strict=False)) if found else {}
 
 
-def _plain(pattern: re.Pattern[str], line: str) -> dict[str, str | None]:
+def _plain(pattern: re.Pattern[str], line: str, or_first: bool = True) -> dict[str, str | None]:
     """Return the groups of the first match behind no word (2 in `kl loss 1 | loss 2`), or else of the first match.
 
     Of a loss that has only parts (`kl loss 1 | policy loss 2`) none is taken.
@@ -213,7 +223,7 @@ def _plain(pattern: re.Pattern[str], line: str) -> dict[str, str | None]:
         parts.append(found.groupdict())
     if pattern is _LOSS and len(parts) > 1:
         return {"loss": None}
-    return parts[0] if parts else {}
+    return parts[0] if parts and or_first else {}
 
 
 def _reading(groups: dict[str, str | None]) -> Reading | None:

@@ -99,6 +99,7 @@ class _Followed:
     looked_at: float  # seconds since 1970
     is_behind: bool = False  # the log had more than is read at once
     newest: dict[str, Any] = field(default_factory=dict)  # line of metrics.jsonl in this round
+    recorded: dict[str, Any] | None = None  # the newest line of earlier rounds, once it was needed
     epoch: int | None = None  # of the newest line that has one, and over all epochs its step and its epoch's end
     step: int = -1
     end: int = 0
@@ -123,12 +124,13 @@ class _Followed:
         """
         if (epoch := reading.epoch) is None:
             return reading
-        if epoch < 0:  # the program resumed in it: it is not later than those recorded
-            newest = next(newest_json_lines(self.run.metrics), {})
-            if newest.get("epoch") != 0:
+        if epoch < 0:  # counted from that in which the program resumed, which is not later than those recorded
+            if self.recorded is None:
+                self.recorded = next(newest_json_lines(self.run.metrics), {})
+            if self.recorded.get("epoch", 0) > 0:
                 return replace(reading, step=-1)
-            epoch = 0
-            reading = replace(reading, epoch=0, steps=newest.get("epoch_end"))
+            epoch = -1 - epoch
+            reading = replace(reading, epoch=epoch, steps=reading.steps or self.recorded.get("epoch_end"))
         is_recorded = False
         if self.epoch is None:
             lines = (line for line in newest_json_lines(self.run.metrics) if line.get("epoch", epoch + 1) <= epoch)

@@ -272,6 +272,17 @@ def test_a_bar_without_a_name_is_read_below_a_title() -> None:
     assert [r for line in lines if (r := reader.read(line))] == said
 
 
+@pytest.mark.parametrize("name", ["", "Training: ", "loss: 2.3: ", "train loss 2.3: "])
+def test_a_bar_without_an_epoch_counts_from_the_programs_start(name: str) -> None:
+    reader, bar = Reader(None), name + " 50%|█████     | {} [00:05<00:05, 9.80it/s, loss={}]"
+    epochs = [bar.format(f"{step}/100", 2.3) for step in (1, 90, 1, 100, 2)]
+    evaluation = [bar.format(f"{step}/10", 2.3) for step in (1, 9, 1)]
+    said = [r for line in (*epochs, *evaluation, epochs[1]) if (r := reader.read(line))]
+    assert said == [
+        Reading(step, 100, 2.3, epoch) for step, epoch in ((1, -1), (90, -1), (1, -2), (100, -2), (2, -3), (90, -3))
+    ]
+
+
 def test_a_step_and_its_loss_may_have_a_line_each() -> None:
     reader = Reader(None)
     lines = ["step: 5", "loss: 6.5", "LR: 0.1", "loss: 0.5", "step: 10", "step: 15 loss: 5.5", "loss: 9"]
@@ -286,12 +297,33 @@ def test_a_step_and_its_loss_may_have_a_line_each() -> None:
         (["[step=10/48]", "    optim/grad_norm=1.2", "    train/CrossEntropyLoss=9.87"], Reading(10, 48, 9.87)),
         (["[step=10/48]", "    eval/c4/CrossEntropyLoss=9.87"], None),
         (["INFO\t[step=10/48,epoch=1,eta=5d]", "Saving", "    train/CE loss=9.87"], None),
+        (["[10:00:00] INFO     step 10/48 lr 0.1        train.py:3", " " * 20 + "loss 9.87"], Reading(10, 48, 9.87)),
+        (["{", '  "step": 10,', '  "lr": 0.1,', '  "loss": 9.87', "}"][:4], Reading(10, None, 9.87)),
+        (["step 10/48 lr 0.1", "Validation:", "    loss=9.87"], None),
+        (["Validation at step 10", "    loss=9.87"], None),
+        (["Resumed from step 10", "    loss=9.87"], None),
+        (["Total optimization steps = 10", "    initial loss=9.87"], None),
+        (["step 10/48 lr 0.1", "loss=9.87"], None),
     ],
-    ids=["Composer", "OLMo-core", "OLMo", "evaluation", "no heading"],
+    ids=[
+        *("Composer", "OLMo-core", "OLMo", "evaluation", "no heading"),
+        *("Rich", "JSON", "evaluation below", "evaluation of a step", "checkpoint", "total", "not indented"),
+    ],
 )
 def test_what_is_indented_below_a_step_belongs_to_it(lines: list[str], said: Reading | None) -> None:
     reader = Reader(None)
     assert [reader.read(line) for line in lines][-1] == said
+
+
+def test_lines_that_rich_breaks_and_indents_are_read() -> None:
+    """It leaves out a time that is the same as in the line above."""
+    reader = Reader(None)
+    lines = [
+        line
+        for step in (1, 2)
+        for line in (f"{'[10:00:00]' if step == 1 else ' ' * 10} INFO     step {step}/9", " " * 20 + f"loss {step}.5")
+    ]
+    assert [*map(reader.read, lines)] == [None, Reading(1, 9, 1.5), None, Reading(2, 9, 2.5)]
 
 
 def test_a_pattern_of_the_users_own() -> None:
@@ -561,7 +593,7 @@ def test_a_long_line_is_parsed_at_once(fill: str) -> None:
         ("Test run: step 5 | rollout loss 0.1 | loss 2.3", Reading(5, None, 2.3)),
         ("Epoch [1/10]: [5/100]   5%|▌    , loss=2.3 [00:01<00:20]", Reading(5, 100, 2.3, epoch=1)),  # ignite
         ("Epoch 1 train:  50%|█████     | 5/10 [00:01<00:00, loss=2.3]", Reading(5, 10, 2.3, epoch=1)),
-        ("Train: 100%|██████████| 10/10 [00:01<00:00, loss=2.3]", None),  # the percentage is not an epoch
+        ("Train: 100%|██████████| 10/10 [00:01<00:00, loss=2.3]", Reading(10, 10, 2.3, epoch=-1)),  # not epoch 100
     ],
 )
 def test_of_several_losses_and_steps_the_plain_one_is_read(line: str, said: Reading | None) -> None:
@@ -591,6 +623,26 @@ def test_a_bar_that_begins_at_0_after_a_resume_repeats_no_steps(tmp_path: Path) 
             f.writelines(f"train  Epoch   1:   4%|▌   | {step:4}/50 [00:00, loss/train=2.3]\r" for step in steps)
         output.close()
     assert [line["resumed"] for line in read_json_lines(run.metrics) if "resumed" in line] == [0, 19]
+
+
+@pytest.mark.parametrize(
+    ("epochs", "after"), [(1, [31, 32, 51, 82]), (2, [])], ids=["in the first epoch", "in one that is unknown"]
+)
+def test_a_bar_of_no_epoch_is_read_after_a_resume_if_only_one_was_recorded(
+    tmp_path: Path, epochs: int, after: list[int]
+) -> None:
+    run, log = RunDir(tmp_path), RunDir(tmp_path).rank_log(0, 0, 0)
+    log.parent.mkdir(parents=True)
+    bar = "  2%|▌         | {}/50 [00:00<00:05, 9.80it/s, loss=2.3]"
+    killed = [step for _ in range(epochs) for step in (1, 40)]
+    for steps in (killed, [31, 32, 1, 32]):
+        output = OutputMetrics(None, run, 0, 0, [])
+        output.begin_round(ALONE)
+        with log.open("a") as f:
+            f.writelines("\r" + bar.format(step) for step in steps)
+        output.close()
+    lines = list(read_json_lines(run.metrics))
+    assert [line["step"] for line in lines] == [1, 40, 51, 90][: 2 * epochs] + after
 
 
 def test_an_epochs_length_is_no_total_of_steps_over_all_epochs(tmp_path: Path) -> None:
