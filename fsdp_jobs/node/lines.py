@@ -88,8 +88,8 @@ _PART = _pattern(r"loss/(?!train|total)")
 _VALIDATION = _pattern(rf"(?<![^\W_])(?:{'|'.join(_EVALUATING.split())})(?![^\W_])")
 _WORDS = ("loss", "step", "iter", "epoch", "[batch", "%|")  # a line with none of them shows nothing
 _BAR = _pattern(r"""
-    ^\s*(?:(?:(?:(?:train(?:ing)?[ ])?loss\W+[\d.]+|train(?:ing)?):?[ ]+)?\d+%\|.*\|[ ]+)?
-    (?P<step>[1-9]\d*)/(?P<steps>\d+)[ ][\[━]
+    ^\s*(?:(?:(?:(?:train(?:ing)?[ ])?loss\W+[\d.]+|train(?:ing)?):?[ ]+)?(?:\d+%)?\|.*\|[ ]+)?
+    (?P<step>[1-9]\d*)/(?:(?P<steps>\d+)|\?)[ ][\[━]  # without an end: Lightning's, in the epoch in which it resumed
 """)
 _EPOCH = _pattern(rf"""
     \b(?:epoch['"]?\s*[:=]?\s*\[?|{_WENET}|info:[ ](?=\d+epoch:)|(?=\d+,[ ]+\d+\][ ]loss))(?P<epoch>\d+)(?!\.?\d)
@@ -109,7 +109,6 @@ _OF_EPOCH = _pattern(rf"""
     )
     \s*(?P<step>\d+)(?:/\s*(?:(?P<steps>\d+)|\?)|it[ ]\[)
 """)
-_RESUMED = re.compile(r"^Training: \|.*\| (?P<step>[1-9]\d*)/\? \[")  # Lightning's bar up to the end of the epoch
 
 
 @dataclass(frozen=True)
@@ -177,8 +176,6 @@ class Reader:
         if (of_epoch := _groups(_OF_EPOCH, line)) and (loss or "%|" in line):
             of_epoch["steps"] = of_epoch["steps"] or of_epoch["step"]  # a bar without an end
             return _reading(of_epoch | loss)
-        if loss and (resumed := _groups(_RESUMED, line)):
-            return _reading(resumed | loss | {"epoch": "-1"})
         if bar := _groups(_BAR, line):
             at, reached = int(bar["step"] or 0), self._bars.get(bar["steps"], 0)
             told = self._loss if at >= reached else {}  # one that begins anew is an epoch's, not the Trainer's
