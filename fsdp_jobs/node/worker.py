@@ -108,6 +108,7 @@ def run_program() -> None:
     else:
         sys.path[0] = program.folder  # replaces the agent's
     sys.argv = [program.what, *program.args]
+    sys.orig_argv = [sys.executable, *["-m"] * program.is_module, *sys.argv]  # with which a program starts itself again
     atexit.register(_end_children)
     for module in ("torch", "numpy.random"):  # else ranks share the fork server's random state; Python reseeds its own
         if module in sys.modules:
@@ -255,7 +256,6 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and the program would inherit that
         signal.signal(ignored, signal.SIG_DFL)
-    signal.signal(STACKS_SIGNAL, signal.SIG_IGN)  # without a handler the program would die of it
     executable = Program.from_json(os.environ.pop(PROGRAM_ENV))
     try:
         os.execv(executable.what, [executable.what, *executable.args])

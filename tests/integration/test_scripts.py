@@ -251,7 +251,7 @@ time.sleep(1)
 if (rank, restart) == ("1", "0"):
     os._exit(3)
 if rank == "0" and len(sys.argv) == 1:
-    os.execv(sys.executable, [sys.executable, sys.argv[0], "again"])
+    os.execv(sys.executable, [*sys.orig_argv, "again"])
 os._exit(0)
 """
 
