@@ -257,8 +257,11 @@ if __name__ == "__main__":
     for ignored in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and the program would inherit that
         signal.signal(ignored, signal.SIG_DFL)
     executable = Program.from_json(os.environ.pop(PROGRAM_ENV))
+    command = [executable.what, *executable.args]
     try:
-        os.execv(executable.what, [executable.what, *executable.args])
+        os.execv(executable.what, command)
     except OSError as e:
+        if e.errno == errno.ENOEXEC:  # no interpreter in its first line: shells read it themselves
+            os.execv("/bin/sh", ["sh", *command])
         print(f"{executable.what}: {e.strerror}", file=sys.stderr, flush=True)
         os._exit(126)

@@ -409,11 +409,18 @@ def test_an_exception_whose_handler_exits_is_the_reason(
     assert not is_failure or "ZeroDivisionError: division by zero" in (folder / "error.json").read_text()
 
 
-def test_an_executables_pipes_end_by_sigpipe_as_in_a_shell(tmp_path: Path) -> None:
-    """Python ignores it, and a program that it becomes would: the writer of `yes | head` would never learn of it."""
-    (tmp_path / "train.sh").write_text("#!/bin/bash\nyes | head -n 1\nexit ${PIPESTATUS[0]}\n")
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        # Python ignores SIGPIPE, and a program that it becomes would: this `yes` would never learn of its end.
+        ("#!/bin/bash\nyes | head -n 1\nexit ${PIPESTATUS[0]}\n", (128 + signal.SIGPIPE, "y\n")),
+        ("echo $1\nexit 3\n", (3, "--lr\n")),  # no interpreter is named
+    ],
+)
+def test_an_executable_runs_as_from_a_shell(tmp_path: Path, text: str, said: tuple[int, str]) -> None:
+    (tmp_path / "train.sh").write_text(text)
     (tmp_path / "train.sh").chmod(0o755)
-    what = {"what": str(tmp_path / "train.sh"), "is_module": False, "folder": "", "args": []}
+    what = {"what": str(tmp_path / "train.sh"), "is_module": False, "folder": "", "args": ["--lr", "3e-4"]}
     env = {**os.environ, LOG_ENV: str(tmp_path / "log"), PROGRAM_ENV: json.dumps(what)}
     done = subprocess.run([sys.executable, "-m", "fsdp_jobs.node.worker"], env=env)
-    assert (done.returncode, (tmp_path / "log").read_text()) == (128 + signal.SIGPIPE, "y\n")
+    assert (done.returncode, (tmp_path / "log").read_text()) == said
