@@ -42,7 +42,8 @@ _KEYS = _by_word(  # flags and keys, with underscores for dashes
         "fsdp.param_dtype=fp16": "fp16",
         "steps=...: optimizer steps in all": "epochs num_epochs num_train_epochs",
         "leave it out: data.global_batch, of all ranks, by data.micro_batch gives it": "gradient_accumulation_steps",
-        "leave it out: the launcher starts the program": "python python3 torchrun accelerate composer deepspeed launch",
+        "leave it out: the launcher starts the program": "python python3 torchrun accelerate composer deepspeed launch"
+        " bash srun mpirun uv",
         "-m trl.scripts.sft, or another of trl.scripts, and its arguments": "trl",
         "-m axolotl.cli.train X.yaml": "axolotl",
         "-m llamafactory.launcher X.yaml": "llamafactory_cli",

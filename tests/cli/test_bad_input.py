@@ -74,6 +74,8 @@ CASES = [
     (["plan", "--multirun", "seed=1,2"], "there is no such flag"),
     (["plan", "torchrun", "-m", "pkg.train"], "-> leave it out"),
     (["torchrun", "train.py"], "-> leave it out"),
+    (["bash", "train.sh"], "-> leave it out"),
+    (["uv", "run", "train.py"], "-> leave it out"),
     (["nodes=1", "accelerate", "launch", "train.py"], "launch: is not of the form key=value\n      -> leave it out"),
     (["-m", "torch.distributed.run", "train.py"], "torch.distributed.run: starts a node's ranks itself"),
     (["script=/opt/bin/composer", "script_args=train.py"], "-> leave it out: the launcher starts the program; or"),
