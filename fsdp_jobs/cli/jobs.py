@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -82,6 +83,9 @@ def _submit(
     steps = None if config.is_program else config.steps
     if job.before.get("steps") == steps and not (is_resumed or config.checkpoint.restart_from_zero):
         submission.check_left(job.run, [])
+    if job.run.path.resolve() in {Path(word.rpartition("=")[2]).resolve() for word in shlex.split(config.script_args)}:
+        what = "has the job's own config.yaml, metrics.jsonl and so on, which the program's may replace"
+        say(f"{job.run.path} {what}: give it a folder of its own, as {job.run.path}/own", "yellow")
     if output and (not config.dry_run or output != job.launcher.output):
         what = f"a dry run with {job.launcher.name} shows {job.launcher.output}"
         raise BadInput.at(f"--output {output}", what, f"dry_run=true --output {job.launcher.output}")

@@ -364,3 +364,16 @@ def test_a_plan_needs_no_data(tmp_path: Path) -> None:
         tmp_path, "plan", "experiment=llama3_8b_pretrain", "cluster=slurm", "nodes=8", "data.path=/not/here.bin"
     )
     assert done.returncode == 0 and done.stdout.startswith("FITS"), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("own", "is_said"), [("--out runs/mine", True), ("--out=./runs/mine/", True), ("--out runs/mine/out", False)]
+)
+def test_a_program_that_is_given_the_runs_own_directory_is_told(
+    tmp_path: Path, own: str, is_said: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its `config.yaml` would replace the job's."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    assert main(["name=mine", "dry_run=true", "train.py", *own.split()]) == 0
+    assert ("runs/mine has the job's own config.yaml" in capsys.readouterr().out) == is_said

@@ -17,6 +17,7 @@ from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.files import write_atomic
 from fsdp_jobs.run.identity import identity_of
 from fsdp_jobs.run.verdict import FINAL_ERRORS
+from fsdp_jobs.submit.stop import stop
 from tests.jobs import environment
 from tests.recorded import recorded_run
 
@@ -121,6 +122,14 @@ def test_a_configuration_without_the_kind_of_model_is_damaged(
         run.config.write_text(left)
         assert main(["export", run.name, f"runs_dir={tmp_path}"]) == 2
         assert f"{run.config}: damaged: model.kind is not in it" in capsys.readouterr().err
+
+
+def test_a_configuration_that_a_program_has_replaced_is_named_where_a_job_is_stopped(tmp_path: Path) -> None:
+    run = _two_runs(tmp_path, "plan.json")
+    run.config.write_text("steps: 20\n")
+    with pytest.raises(Damaged, match="is not in it"):
+        stop([run])
+    assert run.stop_request.exists(), "the job stops all the same"
 
 
 def test_a_report_shows_what_is_left_of_a_damaged_configuration(tmp_path: Path) -> None:
