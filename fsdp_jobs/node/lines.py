@@ -141,7 +141,8 @@ class Reader:
     def read(self, line: str) -> Reading | None:
         """Parse a line; None if it shows no step."""
         if self._pattern is None and not any(map(line.lower().__contains__, _WORDS)):  # patterns take ten times as long
-            self._step = self._step if line[:1].isspace() else {}
+            is_title = line.rstrip().endswith((":", "{")) and _VALIDATION.search(line)
+            self._step = self._step if line[:1].isspace() and not is_title else {}
             return None
         with suppress(ValueError):  # thousands of digits, or a user's pattern matches something else than a number
             line = CONTROL.sub("", line)

@@ -300,6 +300,8 @@ def test_a_step_and_its_loss_may_have_a_line_each() -> None:
         (["[10:00:00] INFO     step 10/48 lr 0.1        train.py:3", " " * 20 + "loss 9.87"], Reading(10, 48, 9.87)),
         (["{", '  "step": 10,', '  "lr": 0.1,', '  "loss": 9.87', "}"][:4], Reading(10, None, 9.87)),
         (["step 10/48 lr 0.1", "Validation:", "    loss=9.87"], None),
+        (["[step=10/48]", "  eval:", "    loss=9.87"], None),
+        (["[step=10/48]", "    eval/accuracy=0.3", "    loss=9.87"], Reading(10, 48, 9.87)),
         (["Validation at step 10", "    loss=9.87"], None),
         (["Resumed from step 10", "    loss=9.87"], None),
         (["Total optimization steps = 10", "    initial loss=9.87"], None),
@@ -307,7 +309,8 @@ def test_a_step_and_its_loss_may_have_a_line_each() -> None:
     ],
     ids=[
         *("Composer", "OLMo-core", "OLMo", "evaluation", "no heading"),
-        *("Rich", "JSON", "evaluation below", "evaluation of a step", "checkpoint", "total", "not indented"),
+        *("Rich", "JSON", "evaluation below", "evaluation in it", "evaluation beside it", "evaluation of a step"),
+        *("checkpoint", "total", "not indented"),
     ],
 )
 def test_what_is_indented_below_a_step_belongs_to_it(lines: list[str], said: Reading | None) -> None:
