@@ -355,6 +355,7 @@ def test_a_pattern_of_the_users_own() -> None:
             Reading(2, 4, epoch=1),
         ),
         ("a script", "Epoch 1/10, Loss: 2.3", Reading(1, 10, 2.3)),
+        ("modded-nanogpt", "step:5/1750 train_time:120ms step_avg:24.00ms", Reading(5, 1750)),
     ],
 )
 def test_the_guides_patterns_fit_what_their_programs_print(program: str, line: str, said: Reading) -> None:
