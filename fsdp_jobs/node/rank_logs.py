@@ -83,6 +83,7 @@ class RankLogs(LogsSpecs):
                 TERM_ENV: str(current.term),
                 "TORCHELASTIC_RESTART_COUNT": str(current.number),  # the same on every node
                 "NODE_RANK": env["GROUP_RANK"],  # of Composer's launcher
+                "TORCH_ELASTIC_WORKER_IDENTICAL": "0",  # the agent's: a rank may be a torchrun of unequal nodes
                 "TORCH_FR_DUMP_TEMP_FILE": f"{self.run.node(self.attempt, self.node)}/{FLIGHT_RECORDER}",
                 "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": f"{folder}/{FLIGHT_RECORDER}",
             } | defaults

@@ -65,6 +65,11 @@ def test_a_rank_finds_the_number_of_its_node_by_composers_name(tmp_path: Path) -
     assert found_by_a_rank(tmp_path)["NODE_RANK"] == "2"
 
 
+def test_a_torchrun_in_a_rank_numbers_its_ranks_as_it_does_elsewhere(tmp_path: Path) -> None:
+    """With the agent's setting, nodes of 1 and 2 ranks had worlds of 2 and 4."""
+    assert found_by_a_rank(tmp_path)["TORCH_ELASTIC_WORKER_IDENTICAL"] == "0"
+
+
 def test_a_program_that_takes_its_rank_from_slurm_finds_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
