@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
-from fsdp_jobs.config.schema import load_config
+from fsdp_jobs.config.errors import Damaged
+from fsdp_jobs.config.schema import JobConfig, plain_values
 from fsdp_jobs.config.terminal import say
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.files import write_atomic
@@ -40,7 +42,7 @@ def stop(runs: Sequence[RunDir], now: bool = False) -> None:
     deadlines: dict[RunDir, float] = {}  # of the jobs that are still to stop
     for run in running if not now else ():
         write_atomic(run.stop_request, "cancelled")
-        deadlines[run] = time.monotonic() + load_config(run.config).elastic.stop_grace_s + _LEAVES_S
+        deadlines[run] = time.monotonic() + _grace_s(run) + _LEAVES_S
     if deadlines:
         names = listed([run.name for run in deadlines], of="jobs")
         say(f"{names}: asked to save a checkpoint and stop, even if this command ends", "yellow")
@@ -57,3 +59,10 @@ def stop(runs: Sequence[RunDir], now: bool = False) -> None:
                 del deadlines[run]
         time.sleep(0.2)
     kill([handles[run] for run in running])
+
+
+def _grace_s(run: RunDir) -> float:
+    """Return the run's `elastic.stop_grace_s`; the default if its configuration is damaged, or a program's own."""
+    with suppress(Damaged, KeyError, TypeError):
+        return float(plain_values(run.config)["elastic"]["stop_grace_s"])
+    return JobConfig().elastic.stop_grace_s

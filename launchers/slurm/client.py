@@ -165,7 +165,7 @@ class QueuedJob:
 
     id: str  # <job>, or <job>_<task> of an array
     slurm_state: str  # PENDING, RUNNING, CANCELLED, ...
-    reason: str = ""  # why it waits
+    reason: str = ""  # why it waits, or has ended so
     start: str = ""  # when it started, or will; N/A when unknown
     nodes: str = ""  # hostlist
     batch_host: str = ""

@@ -50,6 +50,7 @@ _REASONS = {  # prefixes of squeue's REASON -> explanation; the first counts
     "DependencyNeverSatisfied": "the job it depends on has failed: it will not start",
     "ReservationDeleted": "its reservation is gone: it will not start",
     "PartitionDown": "an administrator has stopped the partition",
+    "JobLaunchFailure": "has its first node mounted the run directory?",
     "Invalid": "its account or QOS may not be used any more: it will not start",
 }
 
@@ -272,13 +273,14 @@ def _message(job: client.QueuedJob) -> str:
     """Return what the user may not expect of a job in its state."""
     if job.slurm_state == "RUNNING":
         return ""
+    told = next((meaning for word, meaning in _REASONS.items() if job.reason.startswith(word)), "")
+    meaning = f": {told.format(id=job.id)}" if told else ""
+    why = f" ({job.reason}{meaning})" if job.reason not in ("", "None") else ""  # None: SLURM has not looked at it yet
     if job.state is State.QUEUED and job.slurm_state != "CONFIGURING":
         when = f"starts about {job.start.replace('T', ' ')}" if job.start not in ("", "N/A") else "start not known yet"
-        told = next((meaning for word, meaning in _REASONS.items() if job.reason.startswith(word)), "")
-        meaning = f": {told.format(id=job.id)}" if told else ""
-        why = f" ({job.reason}{meaning})" if job.reason != "None" else ""  # None: SLURM has not looked at it yet
         return f"SLURM job {job.id} waits{why}; {when}"
-    return f"SLURM job {job.id} is {job.slurm_state}" + (f" on {job.nodes}" if job.nodes else "")
+    where = f" on {job.nodes}" if job.nodes else ""
+    return f"SLURM job {job.id} is {job.slurm_state}{where}{'' if job.state.is_active else why}"
 
 
 def _end(run: RunDir, job: client.QueuedJob | None, state: State, message: str) -> tuple[State, str]:

@@ -137,6 +137,14 @@ def test_a_held_job_comes_with_its_cure(slurm: Path) -> None:
         assert described is not None and cure in described.message
 
 
+def test_a_requeued_job_that_a_node_without_its_file_system_has_failed_says_so(slurm: Path) -> None:
+    known_run(slurm, "7", None)
+    say(slurm, "squeue", queue("7|FAILED|JobLaunchFailure|N/A|node[1-2]|node1|7"))
+    (described,) = describe(["slurm_fsdp://lab/7"]).values()
+    why = "(JobLaunchFailure: has its first node mounted the run directory?)"
+    assert described.message == f"SLURM job 7 is FAILED on node[1-2] {why}"
+
+
 def test_a_forgotten_job_is_known_by_accounting_in_its_newest_record(slurm: Path) -> None:
     say(slurm, "sacct", queue("7|REQUEUED|t|node1", "7|CANCELLED by 1000|t|node2", "8|CANCELLED|t|None assigned"))
     assert state("7") is State.STOPPED
