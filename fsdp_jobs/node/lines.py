@@ -26,7 +26,7 @@ _EVALUATES = r"""(?:
     val|eval|valid|validat\w+|evaluat\w+|testing|inference|h[eo]ld[-_ ]?out  # `test` may be a program's own name
     |cv(?=[ ](?:batch|\|[ ](?:epoch|step)))  # WeNet's, no fold of a cross-validation
 )\b"""
-_FIELD_END = r"(?:\s*[])|]|\s+-\s|:\s*(?![-+\d\s]|n/?a)|\s(?:set|split)\b|\s(?:avg|mean|total)[ _]loss\b)"
+_FIELD_END = r"(?:\s*+[])|]|\s+-\s|:\s*+(?![-+\d\s]|n/?a)|\s(?:set|split)\b|\s(?:avg|mean|total)[ _]loss\b)"
 _WENET = r"(?<=debug[ ])train(?:[ ]\|[ ]steps/sec[ ][\d.]+\|)?[ ]batch[ ]"  # epoch/step
 
 
@@ -38,29 +38,29 @@ def _pattern(text: str) -> re.Pattern[str]:
 _EVALUATION = _pattern(rf"""
     ^(?=.*(?:val(?!_)|test|inference|h[eo]ld|cv))(?:  # most lines have none of them
         # At the beginning of a line or of its message, before any step,
-        {_BEFORE_STEPS}(?:^\W*|(?:[\[\]:|>]|[ ]-[ ]|[ ](?:INFO|DEBUG)[ ])\s*){_EVALUATES}(?![-=/.])
+        {_BEFORE_STEPS}(?:^\W*|(?:[\[\]:|>]|[ ]-[ ]|[ ](?:INFO|DEBUG)[ ])\s*+){_EVALUATES}(?![-=/.])
         # as a word by itself before the loss,
         |{_BEFORE_LOSS}(?<![\w/.-]){_EVALUATES}{_FIELD_END}
         # or as `test`, if it is a field behind a step, or begins a message as a title,
         |(?:(?!loss|step|iter|batch|epoch).)*?
-        (?:(?:step|iter|batch|epoch){_BEFORE_LOSS}[\[(|]|(?:^|[\[(|])(?=\s*(?-i:T)))\s*test{_FIELD_END}
+        (?:(?:step|iter|batch|epoch){_BEFORE_LOSS}[\[(|]|(?:^|[\[(|])(?=\s*+(?-i:T)))\s*+test{_FIELD_END}
         # or as JSON's object or truth,
-        |{_BEFORE_LOSS}\b{_EVALUATES}['"]?\s*[:=]\s*(?:\{{|true)
+        |{_BEFORE_LOSS}\b{_EVALUATES}['"]?\s*+[:=]\s*+(?:\{{|true)
         # or as the part of the data that a key names, anywhere.
-        |.*\b(?:split|mode|phase|stage|subset|type|event)['"]?\s*[:=]\s*['"]?(?:{_EVALUATES}|test\b)
+        |.*\b(?:split|mode|phase|stage|subset|type|event)['"]?\s*+[:=]\s*+['"]?(?:{_EVALUATES}|test\b)
     )
 """)
 _RESTORED = _pattern(rf"""
     # Step and loss of the checkpoint with which a program begins, maybe those of another training.
     ^(?=.*(?:load|resum|restor))(?!.*%\|){_BEFORE_STEPS}
-    \b(?:loaded|resum(?:ed|ing)|restor(?:ed|ing)|loading[ ](?:checkpoint|model|weights))\b(?!\s*[])=]|\W*\d)
+    \b(?:loaded|resum(?:ed|ing)|restor(?:ed|ing)|loading[ ](?:checkpoint|model|weights))\b(?!\s*+[])=]|\W*\d)
 """)
 _LOSS = _pattern(rf"""
     (?<![\w/])(?=[almrst]){_NO_TRAINING}
     (?<!aux[ ])(?<!balance[ ])(?<!best[ ])(?<!z-)  # parts of a loss that has several
     (?:(?:train(?:ing)?|step|total|avg|avr|mean|running|lm|reduced_train)[_ /])?
-    (?:crossentropy)?loss(?:_step|[ ]train|(?:/(?!val|eval|test)\w+)+(?!/))?
-    ['"]?\s*[:=]?\s*['"]?(?:(?:tensor|array|[\w.]*float\d+)\()?
+    (?:crossentropy)?loss(?:_step|[ ]train|(?:/(?!val|eval|test)\w++)++(?!/))?
+    ['"]?\s*+[:=]?\s*+['"]?(?:(?:tensor|array|[\w.]*float\d+)\()?
     (?!0(?![.\d'"]))(?P<loss>{_NUMBER})  # 0 is a sum that has not begun
 """)
 _STEP = _pattern(rf"""
@@ -76,38 +76,38 @@ _STEP = _pattern(rf"""
             global[_ ]?step(?:/max_steps)?|step|iter(?:ation)?|num_update
             |(?<=\[)batch|batch(?=\W+\d+/\d)|epoch\W+\d+(?:/\d+)?\W+batch(?!.*\b(?:step|iter))
         )
-        (?:s(?!=\d+[,) ]|.*\b(?:step|iter)['"]?\s*[:=]?\s*\d))?  # not of `steps=9,` or `steps 9 | step 1`
-        ['"]?\s*[:=#]?\s*['"\[]?
+        (?:s(?!=\d+[,) ]|.*\b(?:step|iter)['"]?\s*+[:=]?\s*+\d))?  # not of `steps=9,` or `steps 9 | step 1`
+        ['"]?\s*+[:=#]?\s*+['"\[]?
     )
-    (?:\d+%\|.*\|\s*)?  # a bar
-    (?P<step>\d[\d,]*)(?![\d.]*(?!batch:)[\w%])(?:\s*(?:/|of)\s*(?P<steps>\d[\d,]*))?
+    (?:\d+%\|.*\|\s*+)?  # a bar
+    (?P<step>\d[\d,]*)(?![\d.]*(?!batch:)[\w%])(?:\s*+(?:/|of)\s*+(?P<steps>\d[\d,]*))?
 """)
 _WORD_END = re.compile(r"[^\W\d][ /:-]")  # `max steps 9` and `train.py:step:9` are no step if there is another
-_RANK = _pattern(r"(?:^|[\[(|])\s*rank[ :=]*(\d+)\s*[\])|:]")
+_RANK = _pattern(r"(?:^|[\[(|])\s*+rank[ :=]*(\d+)\s*+[\])|:]")
 _PART = _pattern(r"loss/(?!train|total)")
 _VALIDATION = _pattern(rf"(?<![^\W_])(?:{'|'.join(_EVALUATING.split())})(?![^\W_])")
 _WORDS = ("loss", "step", "iter", "epoch", "[batch", "%|")  # a line with none of them shows nothing
 _BAR = _pattern(r"""
-    ^\s*(?:(?:(?:(?:train(?:ing)?[ ])?loss\W+[\d.]+|train(?:ing)?):?[ ]+)?(?:\d+%)?\|.*\|[ ]+)?
+    ^\s*+(?:(?:(?:(?:train(?:ing)?[ ])?loss[^\w.]+[\d.]++|train(?:ing)?):?[ ]+)?(?:\d+%)?\|.*\|[ ]+)?
     (?P<step>[1-9]\d*)/(?:(?P<steps>\d+)|\?)[ ][\[━]  # without an end: Lightning's, in the epoch in which it resumed
 """)
 _EPOCH = _pattern(rf"""
-    \b(?:epoch['"]?\s*[:=]?\s*\[?|{_WENET}|info:[ ](?=\d+epoch:)|(?=\d+,[ ]+\d+\][ ]loss))(?P<epoch>\d+)(?!\.?\d)
+    \b(?:epoch['"]?\s*+[:=]?\s*+\[?|{_WENET}|info:[ ](?=\d+epoch:)|(?=\d+,[ ]+\d+\][ ]loss))(?P<epoch>\d+)(?!\.?\d)
 """)
 _EPOCH_TITLE = _pattern(r"""  # a line or a message of its own: the epoch of the steps below, if it is not the only one
     (?:^\W*|[\]:|>][ ]?|[ ]-[ ]|[ ]INFO[ ])(?:(?:training|start\w*|begin\w*)[ ])*
-    epoch\W*(?P<epoch>\d+)(?:\W*(?:/|of)\W*(?!1\b)\d+)?(?:[ ](?:start|begin)\w*)?\W*$
+    epoch\W*(?P<epoch>\d+)(?:[^\w/]*+(?:/|of)\W*+(?!1\b)\d+)?(?:[ ](?:start|begin)\w*)?\W*$
 """)
 _OF_EPOCH = _pattern(rf"""
     \b(?=[et]){_NO_TRAINING}(?:epoch(?::[ ]\[|\(train\)[ ]+\[|[ ]+\[?)|train:[ ]\[?)
-    (?P<epoch>\d+)(?!\d*%)(?:/\d+)?[\]:\s]*(?:[\[(]?train(?:ing)?[\])]?:\s*)?
-    (?:\W*(?:train(?:ing)?[ ])?loss\W+[\d.].*?:\s*(?=\d+%\|))?  # in the name of a bar
+    (?P<epoch>\d++)(?!%)(?:/\d+)?[\]:\s]*+(?:[\[(]?train(?:ing)?[\])]?:\s*+)?
+    (?:\W*(?:train(?:ing)?[ ])?(?>loss\W+?[\d.]).*?:\s*+(?=\d+%\|))?  # in the name of a bar
     (?:
-        \d+%\|.*\|(?!\s*0/)  # a bar
-        |\|[^|]*\|(?=\s*[1-9]\d*/\?)|(?=[1-9]\d*it[ ]\[)  # bars without an end
+        \d+%\|.*\|(?!\s*+0/)  # a bar
+        |\|[^|]*\|(?=\s*+[1-9]\d*/\?)|(?=[1-9]\d*it[ ]\[)  # bars without an end
         |[\[|]  # not `Train Epoch: 1 [640/60000 (1%)]`, which are samples
     )
-    \s*(?P<step>\d+)(?:/\s*(?:(?P<steps>\d+)|\?)|it[ ]\[)
+    \s*+(?P<step>\d+)(?:/\s*+(?:(?P<steps>\d+)|\?)|it[ ]\[)
 """)
 
 
