@@ -61,7 +61,7 @@ def enter() -> None:
     os.close(descriptor)
 
 
-_THREADS_S = 300.0  # a thread may be saving a checkpoint
+_ENDS_S = 300.0  # after its failure a rank has ended; a thread may be saving a checkpoint
 _BUFFERED = (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom)
 
 
@@ -122,7 +122,9 @@ def run_program() -> None:
     if not exit_code and state.read().phase == Phase.TRAINING:
         with suppress(OSError, ValueError):  # the program may have closed it
             print("without job.finish() the last step is neither recorded nor saved", file=sys.stderr, flush=True)
-    _wait_for_threads(exit_code)
+    if exit_code not in (EXIT_DONE, EXIT_REQUEUE):
+        _thread.start_new_thread(_end_soon, (exit_code,))
+    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()  # an interpreter does this at exit, a forked process does not
     _flush_open_files(frozen)
     is_leaving = exit_code in (0, EXIT_REQUEUE) and state.read().phase == Phase.LEAVING
@@ -131,22 +133,15 @@ def run_program() -> None:
     os._exit(exit_code)  # torch's agent would keep the process, and its sockets, until its node's ranks have ended
 
 
-def _wait_for_threads(exit_code: int) -> None:
-    """Wait until the program's threads have ended, as an interpreter does; after a failure only for a while.
+def _end_soon(exit_code: int) -> None:
+    """End this process after a while, whatever its threads, children and functions of atexit do.
 
-    Until this process ends, its peers wait in their collectives, and its agent does not know of the failure.
+    Until it has ended, its peers wait in their collectives, and its agent does not know of the failure.
     """
-    has_ended = threading.Event()
-
-    def give_up() -> None:
-        if not has_ended.wait(_THREADS_S):
-            print(f"its threads have not ended {_THREADS_S:.0f} s after its failure", file=sys.stderr, flush=True)
-            os._exit(exit_code)
-
-    if exit_code not in (EXIT_DONE, EXIT_REQUEUE):
-        _thread.start_new_thread(give_up, ())
-    threading._shutdown()  # type: ignore[attr-defined]
-    has_ended.set()
+    time.sleep(_ENDS_S)
+    with suppress(OSError):  # a full disk
+        os.write(2, f"this rank still runs {_ENDS_S:.0f} s after its failure: it ends now\n".encode())
+    os._exit(exit_code)
 
 
 def _end_children() -> None:

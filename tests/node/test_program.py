@@ -283,18 +283,26 @@ def test_a_program_ends_as_in_an_interpreter_and_its_children_are_no_ranks(tmp_p
 
 
 _ENDLESS = """
-import threading, time
+import atexit, multiprocessing, threading, time
 from fsdp_jobs.node import worker
-worker._THREADS_S = 0.5
-threading.Thread(target=time.sleep, args=[100]).start()
-raise FileNotFoundError("shard-7.bin")
+worker._ENDS_S = 0.5
+wait = {"target": time.sleep, "args": [100]}
 """
 
 
-def test_a_failed_rank_ends_though_a_thread_of_its_program_does_not(tmp_path: Path) -> None:
-    done = rank_of(tmp_path, _ENDLESS, str(tmp_path / "log"))
+@pytest.mark.parametrize(
+    "more",
+    [
+        "import sys; sys.stderr.close(); threading.Thread(**wait).start()",
+        "multiprocessing.Process(**wait).start()",
+        "atexit.register(time.sleep, 100)",
+    ],
+)
+def test_a_failed_rank_ends_though_a_part_of_its_program_does_not(tmp_path: Path, more: str) -> None:
+    failing = f"{_ENDLESS}\n{more}\nraise FileNotFoundError('shard-7.bin')"
+    done = rank_of(tmp_path, failing, str(tmp_path / "log"))
     assert done.returncode == 1 and "FileNotFoundError: shard-7.bin" in (tmp_path / "error.json").read_text()
-    assert (tmp_path / "log").read_text().endswith("its threads have not ended 0 s after its failure\n")
+    assert (tmp_path / "log").read_text().endswith("still runs 0 s after its failure: it ends now\n")
 
 
 @pytest.mark.integration
