@@ -127,8 +127,9 @@ class RunDir:
 
     def last_attempt(self) -> int:
         """Return the highest attempt that has a folder, -1 before the first."""
-        folders = (self.path / "attempts").glob("[0-9]*")
-        return max((int(f.name) for f in folders if f.name.isdigit()), default=-1)
+        with suppress(FileNotFoundError):
+            return max((int(f.name) for f in (self.path / "attempts").iterdir() if f.name.isdigit()), default=-1)
+        return -1
 
     def excluded_hosts(self) -> dict[str, str]:
         """Return machine -> reason for the machines that this job should not get now; none if the file is damaged.

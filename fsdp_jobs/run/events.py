@@ -409,8 +409,9 @@ def begin_attempt(run: RunDir, attempt: int, started: AttemptStarted) -> None:
 
     The submitting command may have died, or still submit other jobs: its own record would end this attempt for readers.
     """
+    is_pending = run.pending_launcher is not None  # asked first: a command that sees the folder leaves the record to it
     run.attempt(attempt).mkdir(parents=True)
-    if attempt == run.first_attempt() and run.pending_launcher is not None:
+    if is_pending and attempt == run.first_attempt():
         record(run, attempt - 1, Submitted())
     record(run, attempt, started)
 

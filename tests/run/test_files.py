@@ -1,11 +1,15 @@
-"""Paths that other machines are given."""
+"""Paths that other machines are given, and folders that cannot be listed."""
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
+from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.files import as_written
 
 
@@ -22,3 +26,22 @@ def test_paths_keep_the_names_of_the_shell(tmp_path: Path, monkeypatch: pytest.M
     assert as_written("runs") == real / "runs", "the shell was elsewhere"
     monkeypatch.delenv("PWD")
     assert as_written("runs") == real / "runs"
+
+
+def test_attempts_that_cannot_be_listed_are_not_said_to_be_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node would leave its job for that; pathlib's glob ignores such errors, since Python 3.13 all of them."""
+    run = RunDir(tmp_path)
+    assert run.last_attempt() == -1
+    for name in ("2", "10", "notes"):
+        (tmp_path / "attempts" / name).mkdir(parents=True)
+    assert run.last_attempt() == 10
+
+    def closed(folder: object = ".") -> NoReturn:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+
+    monkeypatch.setattr(os, "scandir", closed)
+    monkeypatch.setattr(os, "listdir", closed)
+    with pytest.raises(PermissionError):
+        run.last_attempt()

@@ -22,8 +22,8 @@ from fsdp_jobs.config.schema import dump_config
 from fsdp_jobs.control.placement import known_places
 from fsdp_jobs.launchers.base import Description
 from fsdp_jobs.launchers.local import LocalLauncher
+from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir, runs_in
-from fsdp_jobs.run.events import read_events
 from fsdp_jobs.run.files import write_atomic, write_json
 from fsdp_jobs.run.state import State
 from fsdp_jobs.run.verdict import WITHDRAWN, judge
@@ -133,7 +133,7 @@ def test_a_submission_that_is_recorded_late_keeps_its_time(tmp_path: Path) -> No
     write_json(run.job, {"pending": "taking", "submission": "s", "first_attempt": 0})
     os.utime(run.job, (50.0, 50.0))
     submitted.record(run, _Launcher("taking", "7"), "7")  # type: ignore[arg-type]
-    (event,) = read_events(run)
+    (event,) = events.read_events(run)
     assert event.time == run.read_job()["submitted"] == 50.0
 
 
@@ -311,3 +311,19 @@ def test_a_user_whose_home_is_missing_or_closed_is_told_of_another_place(
     assert main(["name=a", f"runs_dir={tmp_path / 'runs'}", "nodes=1", "nproc_per_node=1", "attach=false"]) == 2
     assert "XDG_STATE_HOME=FOLDER" in capsys.readouterr().err
     assert not RunDir(tmp_path / "runs" / "a").is_submitted
+
+
+def test_an_attempt_that_begins_while_its_submission_is_recorded_follows_that_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, mkdir = RunDir(tmp_path), Path.mkdir
+    write_json(run.job, {"first_attempt": 0, "pending": "taking"})
+
+    def made(folder: Path, *args: Any, **how: Any) -> None:
+        mkdir(folder, *args, **how)
+        if folder == run.attempt(0):  # the command sees it
+            submitted.record(run, _Launcher("taking"), "7")  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Path, "mkdir", made)
+    events.begin_attempt(run, 0, events.AttemptStarted(1))
+    assert [event.kind for event in events.read_events(run)] == ["submitted", "attempt_started"]
