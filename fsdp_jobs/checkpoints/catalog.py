@@ -149,14 +149,15 @@ def find_checkpoints(checkpoints: Path) -> list[Path]:
     """Return the committed checkpoints, newest step first.
 
     Raises:
-        OSError: the folder exists and cannot be listed: `glob` would find nothing there.
+        OSError: the folder exists and cannot be listed: `glob` would find nothing there, and `exists` may say no.
     """
+    folders = list[Path]()
     if is_object_store(checkpoints):
         steps = [f for f in checkpoints.glob("step-*") if _NAME_IN_STORE.fullmatch(f.name)]
         folders = _which(steps, lambda folder: _exists(folder / MANIFEST))
     else:
-        there = checkpoints.iterdir() if checkpoints.exists() else ()
-        folders = [f for f in there if _NAME.fullmatch(f.name) and f.is_dir()]
+        with suppress(FileNotFoundError):
+            folders = [f for f in checkpoints.iterdir() if _NAME.fullmatch(f.name)]
     return _newest_first(folders)
 
 

@@ -141,9 +141,7 @@ def lines_backwards(path: Path, begin: int = 0) -> Iterator[bytes]:
 
     The last line may be unfinished. Lines longer than 1 MB come in parts.
     """
-    if not path.exists():
-        return
-    with path.open("rb") as f:
+    with suppress(FileNotFoundError), path.open("rb") as f:
         position, rest = f.seek(0, os.SEEK_END), b""
         while position > begin:
             size = min(_BLOCK, position - begin)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,9 @@ def job_files(run: RunDir) -> list[Path]:
 def pods_write_here(run: RunDir, app: str) -> bool:
     """Return whether this is the directory in which the coordinator's pod of a submission works, not a mirror of it."""
     look_again(run.written_by)
-    return run.written_by.exists() and run.written_by.read_text() == app
+    with suppress(FileNotFoundError):
+        return run.written_by.read_text() == app
+    return False
 
 
 def ended_early(run: RunDir, app: str) -> Path:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
@@ -64,6 +64,22 @@ def test_a_file_system_that_cannot_sync_folders_has_checkpoints(
     monkeypatch.setattr(os, "fsync", sync)
     _write(tmp_path, 10)
     assert [catalog.verify(folder) for folder in catalog.find_checkpoints(tmp_path)] == [[]]
+
+
+def test_checkpoints_that_cannot_be_listed_are_not_said_to_be_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job would begin from zero."""
+    assert catalog.find_checkpoints(tmp_path / "none") == []
+    _write(tmp_path, 10)
+
+    def fails(_: object) -> NoReturn:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    monkeypatch.setattr(Path, "exists", lambda _: False)  # as of Python 3.14
+    monkeypatch.setattr(os, "listdir", fails)
+    with pytest.raises(OSError, match="Stale"):
+        catalog.find_checkpoints(tmp_path)
 
 
 def test_prune_counts_whole_checkpoints_only(tmp_path: Path) -> None:

@@ -262,7 +262,7 @@ def _may_be_needed(folder: Path) -> bool:
     """Whether a job may restart from a folder: not if its run was removed, is over, or was submitted again."""
     try:
         run = RunDir((folder / _RUN).read_text())
-        is_gone = run.path.parent.is_dir() and not run.path.exists()
+        is_gone = run.path not in run.path.parent.iterdir()  # `exists` says no for errors, since Python 3.14
         is_of_another = bool(run.submission) and not folder.name.startswith(folders.prefix(_name(run)))
         return not (is_gone or is_of_another or Verdict.final(run) is not None)
     except (OSError, ValueError, BadInput):  # its run directory cannot be read now
