@@ -282,7 +282,7 @@ class Launcher(ABC):
 
     def known(self) -> list[str]:
         """Return the app ids that were submitted from this machine."""
-        return sorted(link.name for link in self.links.glob("*"))
+        return sorted(link.name for link in self.links.glob("[!.]*"))  # none of a killed `check_links`
 
     def remember(self, app_id: str, run: RunDir) -> None:
         """Keep a link to a submitted run; a cluster that is set up anew reuses ids, so an old link is replaced.

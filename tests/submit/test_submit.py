@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -327,3 +327,19 @@ def test_an_attempt_that_begins_while_its_submission_is_recorded_follows_that_re
     monkeypatch.setattr(Path, "mkdir", made)
     events.begin_attempt(run, 0, events.AttemptStarted(1))
     assert [event.kind for event in events.read_events(run)] == ["submitted", "attempt_started"]
+
+
+def test_a_command_that_was_killed_while_it_checked_links_leaves_no_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "home"))
+    launcher = LocalLauncher()
+    launcher.remember("7", RunDir(tmp_path))
+
+    def killed(_: Path) -> NoReturn:
+        raise SystemExit(137)
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(Path, "unlink", lambda link, **how: None if how else killed(link))
+        launcher.check_links(RunDir(tmp_path))
+    assert launcher.known() == ["7"]
