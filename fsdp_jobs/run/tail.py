@@ -224,9 +224,11 @@ class Logs:
     def new(self, most: float = math.inf) -> Iterator[tuple[Path, str]]:
         """Yield lines completed since the last call, each with its file: of each file about the last `most` bytes."""
         for tail in self._all():
-            if (grown := size_of(tail.path) - tail.offset) > most:
+            before = tail.offset
+            if size_of(tail.path) - before > most:
                 tail.skip(but=int(most))
-                yield tail.path, f"... {(grown - most) / 1e6:,.0f} MB left out"
+            if tail.offset > before:  # else all is one line, as of a progress bar
+                yield tail.path, f"... {(tail.offset - before) / 1e6:,.0f} MB left out"
             for line in tail.lines():
                 yield tail.path, shown(line)
 

@@ -119,6 +119,18 @@ def test_of_a_log_that_grows_faster_than_it_is_shown_the_newest_lines_are_new(tm
     assert left_out == "... 3 MB left out" and lines[-1] == "the last" and 100_000 < len(lines) < 150_000
 
 
+def test_nothing_is_left_out_of_a_bar_that_is_one_long_line(tmp_path: Path) -> None:
+    log, logs = tmp_path / "log", Logs(tmp_path, "log")
+    log.write_text("a line\n")
+    assert [line for _, line in logs.new(most=1e6)] == ["a line"]
+    with log.open("a") as file:
+        file.write("\r 5%|#   | 5/100 [00:10<03:10]" * 34_000)
+        file.flush()
+        assert [*logs.new(most=1e6), *logs.new(most=1e6)] == []
+        file.write("\r the end\n")
+    assert [line for _, line in logs.new(most=1e6)] == [" the end"]
+
+
 def test_of_a_progress_bar_only_its_newest_state_is_shown(tmp_path: Path) -> None:
     bar = " 1%|  | 1/99 [00:01]\r 2%|  | 2/99 [00:02]\r"
     (tmp_path / "log").write_text(f"begins\r\n{bar} 3%|  | 3/99 [00:03]ValueError: no data\n", newline="")
