@@ -19,7 +19,7 @@ from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.resolve import most_nodes
 from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.launchers.docker.containers import cluster_of, connected, containers_of, remove
-from fsdp_jobs.launchers.supervisor import main
+from fsdp_jobs.launchers.supervisor import StorageErrors, main
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.verdict import EXIT_FAILED, EXIT_REQUEUE, Verdict, judge
@@ -99,22 +99,22 @@ class Supervisor:
 
 def supervise(run: RunDir) -> None:
     """Supervise a job to its end, then remove its containers and its network."""
-    supervisor = Supervisor(run)
+    supervisor, storage_errors = Supervisor(run), StorageErrors()
     answered = time.monotonic()
     while True:
         try:
-            with connected() as api:
+            with storage_errors, connected() as api:
                 while not supervisor.poll(api):
                     answered = time.monotonic()
                     time.sleep(_POLL_S)
                 if not cluster_of(supervisor.config).keep:
                     remove(api, run)
-            return
+                return
         except BadInput as e:  # a container was just removed, or the daemon is being restarted
             logger.warning("%s", e)
             if time.monotonic() - answered > _NO_DAEMON_S:
                 raise
-            time.sleep(_RETRY_S)
+        time.sleep(_RETRY_S)
 
 
 if __name__ == "__main__":

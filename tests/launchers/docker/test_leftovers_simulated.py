@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import time
 from contextlib import nullcontext
@@ -114,6 +115,24 @@ def test_a_container_that_cannot_be_restarted_is_named_until_it_is(
     watching.poll(daemon)
     status.update()
     assert not status.reason and all(daemon.running.values())
+
+
+def test_a_supervisor_outlives_errors_of_the_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else nobody restarts containers that die, or removes them at the end."""
+    daemon, run = Daemon(coordinator=False, node_0=False), docker_run(tmp_path)
+    answers = iter([OSError(errno.ESTALE, "Stale file handle"), OSError(errno.EIO, "Input/output error")])
+
+    def last_attempt(of: RunDir) -> int:
+        for error in answers:
+            raise error
+        return known(of)
+
+    known = RunDir.last_attempt
+    monkeypatch.setattr(RunDir, "last_attempt", last_attempt)
+    monkeypatch.setattr(supervisor, "connected", lambda: nullcontext(daemon))
+    monkeypatch.setattr(supervisor, "_RETRY_S", 0.01)
+    supervisor.supervise(run)
+    assert not daemon.running
 
 
 @pytest.mark.parametrize(("app_id", "keep", "left"), [("left-1", False, 0), ("left-1", True, 2), ("left-0", False, 2)])
