@@ -96,7 +96,8 @@ def record(run: RunDir, launcher: Launcher, app_id: str | None) -> str:
         write_json(run.job, job)
         return ""
     handle = f"{launcher.name}://{launcher.cluster_of(app_id)}/{app_id}"
-    at = run.job.stat().st_mtime  # when the launcher got the job: its records may be older than this one
+    # When the launcher got the job, whose records may be older than this one; the file server's clock may be ahead.
+    at = min(time.time(), run.job.stat().st_mtime)
     if run.last_attempt() < run.first_attempt():  # else the attempt has recorded it
         events.record(run, run.last_attempt(), events.Submitted(handle, time=at))
     write_json(run.job, {**job, "handle": handle, "submitted": at})

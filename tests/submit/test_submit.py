@@ -137,6 +137,15 @@ def test_a_submission_that_is_recorded_late_keeps_its_time(tmp_path: Path) -> No
     assert event.time == run.read_job()["submitted"] == 50.0
 
 
+def test_a_submission_is_not_recorded_in_the_future(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, now = RunDir(tmp_path / "a"), time.time
+    write_json(run.job, {"pending": "taking", "submission": "s", "first_attempt": 0})
+    monkeypatch.setattr(time, "time", lambda: now() - 3600)  # the file server is ahead
+    submitted.record(run, _Launcher("taking", "7"), "7")  # type: ignore[arg-type]
+    (event,) = events.read_events(run)
+    assert event.time == pytest.approx(now() - 3600, abs=10)
+
+
 def test_a_dry_run_away_from_its_cluster_asks_once_and_leaves_the_configuration_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
