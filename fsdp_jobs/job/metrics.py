@@ -22,7 +22,7 @@ from fsdp_jobs.config.resolve import param_dtype, peak_flops
 from fsdp_jobs.config.schema import JobConfig, LlamaConfig
 from fsdp_jobs.plan.shapes import llama_shape
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.events import LossSpike, append_line, record
+from fsdp_jobs.run.events import LossSpike, append_lines, record
 from fsdp_jobs.run.goodput import StepClock
 from fsdp_jobs.run.threads import Background
 
@@ -53,7 +53,7 @@ class MetricsLog:
         self.losses: deque[float] = deque(maxlen=100)  # of the newest steps
         self.steps = StepClock(run)
         self.tensorboard: Any = None
-        self.writer = Background("metrics")
+        self.writer, self.unwritten = Background("metrics"), deque[tuple[float, dict[str, float]]]()
         self.rests_until = -math.inf if importlib.util.find_spec("tensorboard") is not None else math.inf
 
     def log(self, step: int, done_at: float, tokens: int, flops: float, values: dict[str, float]) -> None:
@@ -77,8 +77,16 @@ class MetricsLog:
         rounded = {k: v if isinstance(v, int) else float(f"{v:.9g}") for k, v in line.items()}
         sums = self.steps.add(step, done_at, seconds, values["checkpoint_stall_s"], values.pop("snapshot_s", 0.0))
         rounded |= {k: round(v, 4) for k, v in sums.items()}
-        self.writer.begin(append_line, self.run.metrics, {**rounded, "attempt": self.attempt, "time": done_at})
-        self.writer.begin(self._draw, step, rounded)
+        self.unwritten.append((done_at, rounded))
+        self.writer.begin(self._write)
+
+    def _write(self) -> None:
+        """Write all that is not written: the file system may take longer for a line than a step takes."""
+        while self.unwritten:
+            lines = [self.unwritten.popleft() for _ in range(len(self.unwritten))]
+            append_lines(self.run.metrics, *({**line, "attempt": self.attempt, "time": at} for at, line in lines))
+            for _, line in lines:
+                self._draw(int(line["step"]), line)
 
     def _draw(self, step: int, values: dict[str, float]) -> None:
         """Write scalars for TensorBoard; on a full disk try again a minute later, and with broken packages never."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from fsdp_jobs.node.lines import Reader, Reading
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.events import append_line
+from fsdp_jobs.run.events import append_lines
 from fsdp_jobs.run.goodput import StepClock
 from fsdp_jobs.run.messages import Round
 from fsdp_jobs.run.rank_state import RankState
@@ -79,10 +79,10 @@ class OutputMetrics:
                 start = followed.newest.get("time", end - (now - followed.looked_at))
                 readings = list(followed.new(is_end))
                 followed.looked_at = now
-                for i, reading in enumerate(readings, 1):  # spread evenly since the last one, or the last read
-                    line = followed.line(reading, start + max(0.0, end - start) * i / len(readings))
-                    append_line(self._run.metrics, line | {"attempt": self._attempt})
-                if readings:
+                if readings:  # spread evenly since the last one, or the last read
+                    each = max(0.0, end - start) / len(readings)
+                    lines = (followed.line(reading, start + each * i) for i, reading in enumerate(readings, 1))
+                    append_lines(self._run.metrics, *(line | {"attempt": self._attempt} for line in lines))
                     self._followed = [followed]
                     return
 

@@ -360,20 +360,20 @@ class TrackingFailed(Event, sentence="{tracker} does not get the metrics: {why}"
     why: str
 
 
-def append_line(path: Path, record: JsonObject) -> None:
-    """Append one whole JSON line while other nodes also write: under a lock if the file system has locks.
+def append_lines(path: Path, *records: JsonObject) -> None:
+    """Append whole JSON lines while other nodes also write: under a lock if the file system has locks.
 
-    A record for which the disk has no room is dropped with a warning: a job must not fail because of its own log. A
-    record of a rank whose node no longer has a lease is dropped as well: another round may be writing.
+    Records for which the disk has no room are dropped with a warning: a job must not fail because of its own log. Those
+    of a rank whose node no longer has a lease are dropped as well: another round may be writing.
     """
-    line = (json.dumps(record) + "\n").encode()
+    lines = "".join(f"{json.dumps(record)}\n" for record in records).encode()
     try:
         descriptor = _locked(path)
         try:
             if is_cut(descriptor):
-                line = b"\n" + line
+                lines = b"\n" + lines
             before = os.fstat(descriptor).st_size
-            if os.write(descriptor, line) < len(line):
+            if os.write(descriptor, lines) < len(lines):
                 os.ftruncate(descriptor, before)  # never half a line
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         finally:
@@ -401,7 +401,7 @@ def _locked(path: Path) -> int:
 
 def record(run: RunDir, attempt: int, event: Event) -> None:
     """Append an event to the run's events, with the present time if it has none."""
-    append_line(run.events, replace(event, time=event.time or job_time(), attempt=attempt).to_record())
+    append_lines(run.events, replace(event, time=event.time or job_time(), attempt=attempt).to_record())
 
 
 def begin_attempt(run: RunDir, attempt: int, started: AttemptStarted) -> None:

@@ -172,7 +172,7 @@ def test_attempts_that_lead_nowhere_are_not_repeated_for_ever(tmp_path: Path) ->
         decisions.append(verdict.decision)
     assert decisions == ["requeue", "requeue", "requeue", "stop"]
     assert "4 attempts without a new checkpoint" in verdict.reason
-    events.append_line(cluster.run.events, events.Submitted("local_fsdp://m/x", time=1.0).to_record())
+    events.append_lines(cluster.run.events, events.Submitted("local_fsdp://m/x", time=1.0).to_record())
     cluster = Cluster(tmp_path, "nodes=2", "elastic.wait_for_nodes_s=5")
     cluster.later(6, cluster.join(0))
     assert cluster.verdict is not None and cluster.verdict.decision == "requeue", "who submits again has mended it"
@@ -456,7 +456,7 @@ def test_a_program_that_records_no_checkpoints_may_lose_a_node_every_day(
             (began, 86400.0 * day),
             (events.RoundBroken("node 1 was lost", 0, -1, None, 86400.0 * day + worked_s), 86400.0 * day + 7200),
         ):
-            events.append_line(cluster.run.events, replace(event, time=at, attempt=0).to_record())
+            events.append_lines(cluster.run.events, replace(event, time=at, attempt=0).to_record())
         cluster = Cluster(tmp_path, "nodes=2", *PROGRAM)
         a = cluster.join(0)
         cluster.later(cluster.config.elastic.wait_for_nodes_s + 2, a)

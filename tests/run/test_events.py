@@ -47,8 +47,8 @@ def test_an_event_is_read_as_it_was_recorded(tmp_path: Path) -> None:
 
 def test_unknown_kinds_and_fields_are_no_obstacle(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
-    events.append_line(run.events, {"time": 1.0, "event": "from_the_future", "attempt": 4, "what": "?"})
-    events.append_line(run.events, {"time": 2.0, "event": "stop_requested", "attempt": 4, "why": "SIGTERM", "by": "?"})
+    events.append_lines(run.events, {"time": 1.0, "event": "from_the_future", "attempt": 4, "what": "?"})
+    events.append_lines(run.events, {"time": 2.0, "event": "stop_requested", "attempt": 4, "why": "SIGTERM", "by": "?"})
     unknown, stop = events.read_events(run)
     assert type(unknown) is events.Event and unknown.attempt == 4 and unknown.sentence() is None
     assert stop.sentence() == "asked to save and stop: SIGTERM"
@@ -66,7 +66,7 @@ def test_a_line_that_was_cut_costs_no_other(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_costs_a_record_and_not_the_job(caplog: pytest.LogCaptureFixture) -> None:
-    events.append_line(Path("/dev/full"), {"step": 1})
+    events.append_lines(Path("/dev/full"), {"step": 1})
     assert "OSError" in caplog.text and "/dev/full" in caplog.text
 
 

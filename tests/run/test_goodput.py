@@ -8,7 +8,7 @@ import pytest
 
 from fsdp_jobs.observe.answers import curves
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.events import append_line
+from fsdp_jobs.run.events import append_lines
 from fsdp_jobs.run.goodput import Failures, Goodput, StepClock, failures_of
 from fsdp_jobs.run.status import RunStatus
 
@@ -17,7 +17,7 @@ REQUEUE = {"verdict": "preempted", "decision": "requeue", "reason": "SIGTERM"}
 
 
 def _event(run: RunDir, time: float, event: str, **details: object) -> None:
-    append_line(run.events, {"time": time, "event": event, "attempt": 0, **details})
+    append_lines(run.events, {"time": time, "event": event, "attempt": 0, **details})
 
 
 def _goodput_of(run: RunDir) -> Goodput:
@@ -34,7 +34,7 @@ def _life(run: RunDir, steps: range, seconds: float, stall: float = 0.0, done: i
     clock = StepClock(run)
     clock.resume(done, 0.0)
     for step in steps:
-        append_line(run.metrics, {"step": step, "step_s": seconds, **clock.add(step, 0.0, seconds, stall)})
+        append_lines(run.metrics, {"step": step, "step_s": seconds, **clock.add(step, 0.0, seconds, stall)})
 
 
 def test_the_parts_add_up_and_the_night_between_two_submissions_does_not_count(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_a_job_whose_machine_died_without_a_word_ran_until_its_last_step(tmp_pat
         clock.resume(done, submitted)
         for step in range(done + 1, done + 51):
             at = submitted + 2.0 * (step - done)
-            append_line(run.metrics, {"step": step, "step_s": 2.0, "time": at, **clock.add(step, at, 2.0, 0.0)})
+            append_lines(run.metrics, {"step": step, "step_s": 2.0, "time": at, **clock.add(step, at, 2.0, 0.0)})
     assert _goodput_of(run).fraction == 1.0
     assert [round(gap) for _, gap in curves(run)["gaps"]] == [0, 9000 - 200]
 
@@ -118,7 +118,7 @@ def test_every_second_has_the_cause_that_it_truly_had(tmp_path: Path) -> None:
             for seconds, cause in ((1.5, "useful"), (0.5, "stall")):
                 spend(seconds, "lost" if step >= lost_from else cause)
             line = {"step": step, "step_s": 2.0, "time": now, **clock.add(step, now, 2.0, 0.5, 0.25)}
-            append_line(run.metrics, line)
+            append_lines(run.metrics, line)
 
     def fail(notices: float) -> None:
         failed_at = now
@@ -171,7 +171,7 @@ def test_starting_and_stopping_are_told_in_parts_that_add_up(tmp_path: Path) -> 
         clock.resume(first - 1, begun)
         for step in (first, first + 1):
             done_at = begun + 10 * (step - first + 1)
-            append_line(run.metrics, {"step": step, "step_s": 10, "time": done_at, **clock.add(step, done_at, 10, 0)})
+            append_lines(run.metrics, {"step": step, "step_s": 10, "time": done_at, **clock.add(step, done_at, 10, 0)})
 
     _event(run, 100, "submitted")
     start(100, load_s=0)

@@ -15,7 +15,7 @@ import pytest
 from fsdp_jobs.run import folders
 from fsdp_jobs.run import term as term
 from fsdp_jobs.run.env import RANK_STATE_ENV, TERM_ENV
-from fsdp_jobs.run.events import append_line
+from fsdp_jobs.run.events import append_lines
 from fsdp_jobs.run.files import lock
 from fsdp_jobs.run.tail import read_json_lines
 from fsdp_jobs.run.term import COORDINATOR, ROUND, Fenced, Lease, Term, claim, newest
@@ -139,18 +139,18 @@ def test_a_rank_looks_for_a_newer_round_before_it_records_once_its_nodes_answer_
     Term.of_rank(tmp_path)
     now, lease, lines = Lease.now(), Lease(tmp_path), tmp_path / "lines.jsonl"
     lease.renew(now + 60, now - 1)
-    append_line(lines, {"step": 1})
+    append_lines(lines, {"step": 1})
     claim(tmp_path, ROUND, "other")
-    append_line(lines, {"step": 2})
+    append_lines(lines, {"step": 2})
     lease.renew(now + 60, now + 60)  # the coordinator answers: what was begun elsewhere is no newer round of it
-    append_line(lines, {"step": 3})
+    append_lines(lines, {"step": 3})
     lease.renew(now + 60, now - 1)
     monkeypatch.setenv(TERM_ENV, str(claim(tmp_path, ROUND, "mine again")))
     Term.of_rank(tmp_path)
     for step in (4, 5):
         with lines.open() as busy:
             lock(busy)
-            waiting = start_thread(partial(append_line, lines, {"step": step}), "waits for the file")
+            waiting = start_thread(partial(append_lines, lines, {"step": step}), "waits for the file")
             time.sleep(0.3)
             if step == 5:
                 claim(tmp_path, ROUND, "another, meanwhile")

@@ -15,7 +15,7 @@ from fsdp_jobs.launchers.kubernetes import mirror, pod
 from fsdp_jobs.launchers.kubernetes.labels import pods_write_here
 from fsdp_jobs.launchers.kubernetes.pod import CoordinatorsPublisher, Publisher, seed
 from fsdp_jobs.run.directory import RunDir, rank_logs
-from fsdp_jobs.run.events import append_line
+from fsdp_jobs.run.events import append_lines
 from fsdp_jobs.run.files import read_json, try_lock, write_atomic, write_json
 from fsdp_jobs.run.identity import Identity
 from fsdp_jobs.run.record import JsonObject
@@ -49,9 +49,9 @@ def test_what_pods_publish_is_mirrored_once(
     there.node(1, 0).mkdir(parents=True)
     here.submit.mkdir(parents=True)
     for step in range(1, 4):
-        append_line(there.metrics, {"step": step, "word": "Größe"})
-    append_line(there.events, {"event": "submitted"})  # each side has its own
-    append_line(there.events, {"event": "round_started"})
+        append_lines(there.metrics, {"step": step, "word": "Größe"})
+    append_lines(there.events, {"event": "submitted"})  # each side has its own
+    append_lines(there.events, {"event": "round_started"})
     there.rank_log(1, 0, 3).write_text("a line\n\n@odd: one\n")
     Verdict("done", "stop", "all steps are done").write(there, 1)
     monkeypatch.setattr(pod, "POD_INFO", str(tmp_path))
@@ -141,7 +141,7 @@ def test_a_claim_that_is_away_for_a_while_ends_no_publishing(
 
     whole = Tail.lines
     monkeypatch.setattr(Tail, "lines", sick)
-    append_line(run.metrics, {"step": 1})
+    append_lines(run.metrics, {"step": 1})
     with Publisher(run, ["*.jsonl"]) as publisher:
         publisher.join(2 * pod._POLL_S)
     assert '@metrics.jsonl:12 {"step": 1}' in capfd.readouterr().out and not away

@@ -993,7 +993,7 @@ class TestWaiting:
         run = RunDir("runs/x")  # as mirrored before
         events.record(run, 0, events.AttemptStarted(2))
         events.record(run, 0, events.RoundStarted([0], ["m1"], "full_shard", 1, 1))
-        events.append_line(run.metrics, {"time": time.time(), "step": 7, "loss": 2.5})
+        events.append_lines(run.metrics, {"time": time.time(), "step": 7, "loss": 2.5})
         write_atomic(run.rank_log(0, 0, 0), "a line of rank 0\n")
         api.instead = (503, "", 0)
         assert main(["status", "x"]) == 0
