@@ -1,4 +1,4 @@
-"""The coordinator's state of an attempt and its rounds, and its decision after a round broke. No torch, no network."""
+"""The coordinator's state of an attempt, and its decision after a round broke. No torch, no network."""
 
 from __future__ import annotations
 
@@ -6,89 +6,30 @@ import logging
 import math
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.schema import JobConfig
-from fsdp_jobs.control.failures import Budget, Machines, find_cause, is_progress
-from fsdp_jobs.control.fencing import Leases
+from fsdp_jobs.control.failures import Budget, Machines, find_cause
+from fsdp_jobs.control.fencing import Leases, Terms
 from fsdp_jobs.control.guard import Guard
 from fsdp_jobs.control.placement import Agents, ConnectedAgent, RoundPlanner
 from fsdp_jobs.control.requests import Requests
+from fsdp_jobs.control.round import Round
 from fsdp_jobs.run import events, messages
-from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.failure import Failure
+from fsdp_jobs.run.directory import RunDir, checkpoints_of
 from fsdp_jobs.run.files import is_there
 from fsdp_jobs.run.leaves import guards_in
 from fsdp_jobs.run.protocol import lease_s
 from fsdp_jobs.run.rank_state import Request
 from fsdp_jobs.run.table import counted
+from fsdp_jobs.run.term import Fenced
 from fsdp_jobs.run.threads import Background
 from fsdp_jobs.run.verdict import Verdict
 
 logger = logging.getLogger(__name__)
 
 _AWAY_S = 5.0  # without an answer, until storage counts as away; a busy one may need seconds
-
-
-@dataclass
-class Round:
-    """State of the newest round; before the first round, `running` is False."""
-
-    number: int = -1
-    term: int = 0  # the number over all attempts of the run
-    size: int = 0  # nodes
-    shard_group: int = 0  # ranks; 0 before the first round
-    hosts: dict[int, str] = field(default_factory=dict)  # node -> machine
-    head: str = ""  # id of its first node's agent, which chooses the address where its ranks meet
-    began_at: float = 0.0
-    first_step: int = 0  # steps done when it began
-    running: bool = False
-    has_met: bool = False  # its nodes know where its ranks meet
-    is_adopted: bool = False  # it began under an earlier coordinator
-    has_reports: bool = False  # some rank has reported a step
-    has_trained: bool = False  # some rank has completed a step since it was restored
-    saves: bool = False  # some rank can save checkpoints
-    has_gaps: bool = False  # ranks of some node have ended, so the others cannot complete a step
-    has_cuts: bool = False  # a node was lost because its machine could not be reached
-    is_in_doubt: bool = False  # a node fell silent, but the coordinator heard no other machine either
-    requested: Request = Request.NONE
-    parked_for: str = ""  # why it was parked; empty: nodes join or leave
-    leaving: set[int] = field(default_factory=set)  # nodes that received a stop signal
-    is_over: bool = False  # it ended as planned: all ranks had parked, or none reports steps
-    not_needed: set[str] = field(default_factory=set)  # ids of waiting agents that would not add a usable node
-    broken_at: float | None = None  # when it broke; None again once it is judged
-    failed_at: float = 0.0  # when the failure that broke it happened, or its ranks stopped advancing
-    broken_why: str = ""
-    failures: list[Failure] = field(default_factory=list)
-    lost: dict[int, str] = field(default_factory=dict)  # node -> how
-    starved: set[int] = field(default_factory=set)  # nodes lost because their memory limit was reached
-    ended: dict[int, int] = field(default_factory=dict)  # node -> last step of ranks that ended while others trained
-    left: int = 0  # nodes that disconnected after their ranks had ended
-    culprit: int | None = None  # node that held up the others, was the only one lost, or has wrong state
-    excludes: bool = False  # exclude the culprit's machine at once
-    has_stalled: bool = False
-    stood_still: bool = False  # the coordinator did not run for longer than a lease, as in a suspended job
-
-    @property
-    def was_long(self) -> bool:
-        """Whether its length counts as progress."""
-        return is_progress(self.began_at, self.failed_at, self.saves)
-
-    @property
-    def was_planned(self) -> bool:
-        """Whether it broke because it was parked; failures that leaving nodes caused do not count."""
-        if self.requested is not Request.PARK or self.has_stalled:
-            return False
-        failed = [f for f in self.failures if not f.is_request and f.node not in self.leaving]
-        if self.leaving:
-            failed = [f for f in failed if not (f.is_victim or f.has_aborted)]
-        return self.is_over or not (failed or self.lost.keys() - self.leaving)
-
-    @property
-    def stops_by_signal(self) -> bool:
-        """Whether a requested stop can reach the ranks only as a signal, because none has ever reported."""
-        return self.requested is Request.STOP and not self.has_reports
 
 
 class Attempt:
@@ -137,6 +78,7 @@ class Attempt:
                 case events.AttemptEnded(leases=0):
                     may_run = set()
         self.leases = Leases(self.elastic, may_run)
+        self.terms = Terms(checkpoints_of(config.checkpoint, run), run, number)
 
     def record(self, event: events.Event) -> None:
         """Record an event, in a thread: agents get answers while the file system hangs."""
@@ -345,12 +287,15 @@ class Attempt:
         if self._closing is None:
             leases = self.leases.running(now)
             details = {"round": self.round.number, "step": self.step, "committed": self.committed, "leases": leases}
-            self._closing = self.records.begin(self.verdict.close, self.run, self.number, **details)
+            self._closing = self.records.begin(self._end, self.verdict, **details)
         if not self._closing.done():
             return
         closing, self._closing = self._closing, None
         try:
             closing.result()
+        except Fenced:
+            self.on_superseded()
+            return
         except OSError as e:
             self.warn(f"the verdict cannot be written: {e}")
             if not is_there(self.run.verdict(self.number)):
@@ -358,6 +303,11 @@ class Attempt:
         self.closed_at = now
         for agent in self.agents.values():
             self._send_end(agent)
+
+    def _end(self, verdict: Verdict, **details: int) -> None:
+        """Write the verdict unless another coordinator has taken over: the file system may have hung until now."""
+        self.terms.check()
+        verdict.close(self.run, self.number, **details)
 
     def _send_end(self, agent: ConnectedAgent) -> None:
         assert self.verdict is not None

@@ -13,12 +13,12 @@ from collections.abc import Callable
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.resolve import node_range
 from fsdp_jobs.config.schema import JobConfig
-from fsdp_jobs.control.attempt import Attempt, Round
-from fsdp_jobs.control.fencing import Terms
+from fsdp_jobs.control.attempt import Attempt
 from fsdp_jobs.control.placement import ConnectedAgent, Formation, hostlist_of
+from fsdp_jobs.control.round import Round
 from fsdp_jobs.plan.layout import partners
 from fsdp_jobs.run import events, messages
-from fsdp_jobs.run.directory import RunDir, checkpoints_of
+from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.rank_state import SAVES_NOTHING, Phase, Request
 from fsdp_jobs.run.table import listed
 from fsdp_jobs.run.term import Fenced
@@ -35,7 +35,6 @@ class Coordinator(Attempt):
     def __init__(self, config: JobConfig, run: RunDir, number: int, now: float):
         super().__init__(config, run, number)
         self.formation = Formation(config.elastic, *node_range(config.nodes), now)
-        self.terms = Terms(checkpoints_of(config.checkpoint, run), run, number)
         self._came_at = now  # when an agent last joined the round
         self._exclusion = ""  # why the newest excluded machine was turned away
         self._ticked = now

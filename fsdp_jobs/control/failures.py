@@ -16,7 +16,7 @@ from fsdp_jobs.run.table import counted
 from fsdp_jobs.run.verdict import Verdict
 
 if TYPE_CHECKING:
-    from fsdp_jobs.control.attempt import Round
+    from fsdp_jobs.control.round import Round
 
 _LONG_ROUND_S = 600.0
 

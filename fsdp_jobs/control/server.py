@@ -88,6 +88,7 @@ class Server:
         coordinator = self.coordinator
         run, attempt, verdict = coordinator.run, coordinator.number, coordinator.verdict
         if coordinator.is_superseded:
+            asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)  # it has nothing to finish
             verdict = Verdict.read(run, attempt)
             if verdict is None and run.last_attempt() > attempt:
                 return EXIT_FAILED
@@ -110,7 +111,7 @@ class Server:
         trainer's ranks check their term before they write.
         """
         coordinator, run, terms = self.coordinator, self.coordinator.run, self.coordinator.terms
-        coordinator.in_charge_until = time.monotonic()
+        coordinator.in_charge_until, has_failed = time.monotonic(), False
         while True:
             began = time.monotonic()
             coordinator.asked_at = min(coordinator.asked_at, began)
@@ -123,10 +124,14 @@ class Server:
                 if away_s := coordinator.storage_away_s(time.monotonic()):
                     logger.warning("storage has not answered for %.0f s: %s", away_s, run.path)
                 coordinator.in_charge_until, coordinator.asked_at = began + CHARGE_S, math.inf
+                if has_failed:
+                    coordinator.warn("")
+                    has_failed = False
             except Fenced:
                 break
-            except OSError as e:
-                logger.warning("%s: %s", run.path, e)
+            except OSError as e:  # an answer, too
+                coordinator.asked_at, has_failed = math.inf, True
+                coordinator.warn(f"the run directory cannot be used: {run.path}: {e}")
             await asyncio.sleep(_LOOK_S)
         coordinator.on_superseded()
 

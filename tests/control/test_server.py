@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import logging
+import os
 import resource
 import shutil
 import socket
@@ -24,6 +25,8 @@ import psutil
 import pytest
 
 from fsdp_jobs.config.hydra import compose_job
+from fsdp_jobs.config.schema import dump_config
+from fsdp_jobs.control import attempt
 from fsdp_jobs.control import server as door
 from fsdp_jobs.control.coordinator import Coordinator
 from fsdp_jobs.control.server import Server
@@ -31,12 +34,15 @@ from fsdp_jobs.node import link as link_module
 from fsdp_jobs.node.link import Link
 from fsdp_jobs.run import events, messages, threads
 from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.env import ATTEMPT_ENV, COORDINATOR_ENV
 from fsdp_jobs.run.files import write_atomic
 from fsdp_jobs.run.processes import free_port, raise_file_limit, wildcards
 from fsdp_jobs.run.protocol import AGENT, COORDINATOR, proof
 from fsdp_jobs.run.tail import read_json_lines
 from fsdp_jobs.run.term import COORDINATOR as COORDINATORS
 from fsdp_jobs.run.term import ROUND, claim, newest
+from fsdp_jobs.run.verdict import Verdict
+from tests.control.cluster import Cluster
 
 AGENT_A = messages.Agent(0, 0, host="here", address="here", nproc=1, switches=(), copies=0, id="a")
 
@@ -179,6 +185,7 @@ def test_an_agent_ends_of_an_error_in_a_thread_that_its_link_needs(beat: str, me
     code = f"""
 import socket, threading
 from fsdp_jobs.config.hydra import compose_job
+from fsdp_jobs.config.schema import dump_config
 from fsdp_jobs.node.link import Link
 from fsdp_jobs.run import messages
 elastic = compose_job(["elastic.heartbeat_interval_s=0.1"]).elastic
@@ -386,6 +393,72 @@ def test_a_coordinator_steps_back_for_a_later_attempt_also_after_errors_of_the_r
         assert coordinator.is_superseded
 
     asyncio.run(main())
+
+
+def test_storage_that_answers_with_an_error_is_not_said_to_be_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The guard against stalls waits while storage does not answer: a full disk would switch it off."""
+    monkeypatch.setattr(door, "_LOOK_S", 0.01)
+    monkeypatch.setattr(attempt, "_AWAY_S", 0.2)
+    is_full, touch = True, Path.touch
+
+    def fails(file: Path, **how: Any) -> None:
+        if is_full and file.parent.name == "terms":
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), str(file))
+        touch(file, **how)
+
+    monkeypatch.setattr(Path, "touch", fails)
+
+    def talk(port: int, server: Server) -> None:
+        nonlocal is_full
+        until(lambda: recorded(server, "waiting"))
+        time.sleep(0.5)
+        assert not server.coordinator.storage_note(time.monotonic())
+        is_full = False
+        until(lambda: time.monotonic() < server.coordinator.in_charge_until)
+        until(lambda: len(recorded(server, "waiting")) == 2)
+        failed, over = (event["why"] for event in recorded(server, "waiting"))
+        assert "Disk quota exceeded" in failed and str(server.coordinator.run.path) in failed and not over
+
+    serving(tmp_path, talk)
+
+
+def test_a_replaced_coordinator_ends_when_it_is_told_to(tmp_path: Path) -> None:
+    """It waited for the newer one's verdict until it was killed."""
+    run, port = RunDir(tmp_path / "run"), free_port()
+    run.attempt(0).mkdir(parents=True)
+    write_atomic(run.token, "secret")
+    write_atomic(run.config, dump_config(compose_job(["nodes=1", "nproc_per_node=1"])))
+    env = os.environ | {ATTEMPT_ENV: "0", COORDINATOR_ENV: f"127.0.0.1:{port}"}
+    process = subprocess.Popen([sys.executable, "-m", "fsdp_jobs.control.server", str(run.path)], env=env)
+    try:
+        until(lambda: newest(run.attempt(0), COORDINATORS))
+        claim(run.attempt(0), COORDINATORS, "a newer one")
+        time.sleep(door._LOOK_S + 0.5)
+        assert process.poll() is None
+        process.terminate()
+        assert process.wait(5)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_verdict_that_waited_for_storage_does_not_end_the_attempt_of_a_newer_coordinator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threads, "_SOON_S", 0.02)
+    cluster = Cluster(tmp_path, "nodes=1", "elastic.join_window_s=0")
+    run, coordinator = cluster.run, cluster.coordinator
+    coordinator.terms.take_charge(0)
+    answers = threading.Event()
+    coordinator.records.begin(answers.wait, 20)
+    coordinator.close(Verdict("infrastructure", "requeue", "it saw no node"), cluster.now)
+    claim(run.attempt(0), COORDINATORS, "a newer one")
+    answers.set()
+    until(lambda: coordinator.records.begin(int).done())
+    cluster.later(0.2)
+    assert coordinator.is_superseded and cluster.verdict is None and not cluster.events("attempt_ended")
 
 
 def test_a_coordinator_that_was_replaced_answers_no_agent_that_connects_again(tmp_path: Path) -> None:
