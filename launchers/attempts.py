@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from fsdp_jobs.config.resolve import most_nodes
 from fsdp_jobs.config.schema import load_config
-from fsdp_jobs.launchers.supervisor import Attempt, Process, is_superseded
+from fsdp_jobs.launchers.supervisor import MOMENT_S, Attempt, Process, StorageErrors, is_superseded
 from fsdp_jobs.run import events, log
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ATTEMPT_ENV, COORDINATOR_ENV
@@ -54,23 +54,27 @@ class Container:
 
         An attempt without a verdict is continued: its coordinator died, and the new one adopts its round.
         """
-        while not is_superseded(self.run):
-            attempt = self.run.last_attempt()
-            has_begun = attempt >= self.run.first_attempt()
-            verdict = Verdict.read(self.run, attempt) if has_begun else None
-            if (final := Verdict.final(self.run)) is not None:
-                return final.exit_code_of_attempt
-            if self.is_leaving:
-                return EXIT_REQUEUE
-            if has_begun and verdict is None:
-                self._take_part(attempt)
-            elif self.name == "coordinator":
-                wait_until(lambda: self.run.pending_launcher is None, _RECORD_S)
-                nodes = most_nodes(load_config(self.run.config))
-                events.begin_attempt(self.run, attempt + 1, events.AttemptStarted(nodes))
-            else:
-                time.sleep(_POLL_S)
-        return EXIT_FAILED
+        storage_errors = StorageErrors(MOMENT_S)
+        while True:
+            with storage_errors:
+                if is_superseded(self.run):
+                    return EXIT_FAILED
+                attempt = self.run.last_attempt()
+                has_begun = attempt >= self.run.first_attempt()
+                verdict = Verdict.read(self.run, attempt) if has_begun else None
+                if (final := Verdict.final(self.run)) is not None:
+                    return final.exit_code_of_attempt
+                if self.is_leaving:
+                    return EXIT_REQUEUE
+                if has_begun and verdict is None:
+                    self._take_part(attempt)
+                    continue
+                if self.name == "coordinator":
+                    wait_until(lambda: self.run.pending_launcher is None, _RECORD_S)
+                    nodes = most_nodes(load_config(self.run.config))
+                    _Part(self, attempt + 1).begin(events.AttemptStarted(nodes))
+                    continue
+            time.sleep(_POLL_S)
 
     def _take_part(self, number: int) -> None:
         """Restart the command until the attempt has its verdict or this container leaves."""

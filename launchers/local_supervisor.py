@@ -61,7 +61,7 @@ class _LocalAttempt(Attempt):
 
     def go(self) -> Verdict:
         """Run the attempt to its end."""
-        events.begin_attempt(self.run, self.number, events.AttemptStarted(len(self.request.nodes)))
+        self.begin(events.AttemptStarted(len(self.request.nodes)))
         address = f"127.0.0.1:{free_port()}"
         env = {ATTEMPT_ENV: str(self.number), COORDINATOR_ENV: address, ADDRESS_ENV: "127.0.0.1"}
         for name, argv, own in self.request.processes():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from fsdp_jobs.run.threads import start_thread, wait_until
 from fsdp_jobs.run.verdict import Verdict
 
 _MAX_EARLY_DEATHS = 3  # in a row
+MOMENT_S = 30.0  # for storage to work again at the start of an attempt, which another machine may do better
 
 logger = logging.getLogger(__name__)
 
@@ -38,18 +40,21 @@ def is_superseded(run: RunDir) -> bool:
 class StorageErrors:
     """A context that suppresses errors of the storage, for a block that is repeated. The same error is logged once."""
 
-    _told = ""
+    def __init__(self, patience_s: float = math.inf):
+        """`patience_s` is how long they are suppressed until the block works again."""
+        self._patience_s, self._told, self._since = patience_s, "", math.inf
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> bool:
         if not isinstance(error, OSError):
+            self._since = math.inf
             return False
         if str(error) != self._told:
             logger.warning("trying again: %s", error)
-        self._told = str(error)
-        return True
+        self._told, self._since = str(error), min(self._since, time.monotonic())
+        return time.monotonic() - self._since < self._patience_s
 
 
 @dataclass(eq=False)
@@ -108,6 +113,15 @@ class Attempt:
     def verdict(self) -> Verdict | None:
         return Verdict.read(self.run, self.number)
 
+    def begin(self, started: events.AttemptStarted) -> None:
+        """Record that the attempt begins."""
+        storage_errors = StorageErrors(MOMENT_S)
+        while True:
+            with storage_errors:
+                events.begin_attempt(self.run, self.number, started)
+                return
+            time.sleep(self.poll_s)
+
     def start(self, name: str, argv: Sequence[str], env: Mapping[str, str], hosts: Sequence[str] = ()) -> Process:
         """Start the coordinator, a node's agent or another process of the attempt."""
         log = self.run.process_log(self.number, name)
@@ -162,15 +176,18 @@ class Attempt:
         verdict.close(self.run, self.number)
 
     def _on_death(self, process: Process) -> None:
+        if self.run.last_attempt() > self.number:
+            sys.exit(f"attempt {self.number} is over: a later attempt has begun elsewhere")
         is_early = time.monotonic() - process.started < self.early_s
-        process.early_deaths = process.early_deaths + 1 if is_early else 0
-        if process.early_deaths >= _MAX_EARLY_DEATHS:
+        early_deaths, exit_code = process.early_deaths + 1 if is_early else 0, process.popen.returncode
+        if early_deaths >= _MAX_EARLY_DEATHS:
             reason = f"{process.name} died three times within {self.early_s:.0f} s of its start"
-            self.processes.remove(process)
             self.give_up(process, Verdict("infrastructure", "stop", reason, last_lines=last_lines(process.log, 15)))
+            self.processes.remove(process)
             return
-        events.record(self.run, self.number, events.ProcessRestarted(process.name, process.popen.returncode))
         process.start(self.echo)
+        process.early_deaths = early_deaths
+        events.record(self.run, self.number, events.ProcessRestarted(process.name, exit_code))
 
 
 def main(supervise: Callable[[RunDir], int | None]) -> NoReturn:

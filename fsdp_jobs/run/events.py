@@ -407,10 +407,12 @@ def record(run: RunDir, attempt: int, event: Event) -> None:
 def begin_attempt(run: RunDir, attempt: int, started: AttemptStarted) -> None:
     """Make an attempt's folder and record its start, and before the first one its submission if nobody has.
 
+    After an error it can be tried again: the folder may be there.
+
     The submitting command may have died, or still submit other jobs: its own record would end this attempt for readers.
     """
     is_pending = run.pending_launcher is not None  # asked first: a command that sees the folder leaves the record to it
-    run.attempt(attempt).mkdir(parents=True)
+    run.attempt(attempt).mkdir(parents=True, exist_ok=True)
     if is_pending and attempt == run.first_attempt():
         record(run, attempt - 1, Submitted())
     record(run, attempt, started)

@@ -87,8 +87,7 @@ class Batch(Attempt):
         for number in STOP_SIGNALS:
             signal.signal(number, self._on_signal)
         restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-        started = events.AttemptStarted(len(self.hosts), self.hosts, self.job_id, restarts)
-        events.begin_attempt(self.run, self.number, started)
+        self.begin(events.AttemptStarted(len(self.hosts), self.hosts, self.job_id, restarts))
         if self.commands.node_test and (verdict := self._test_nodes()) is not None:
             verdict.close(self.run, self.number)
         else:
