@@ -29,7 +29,7 @@ from fsdp_jobs.checkpoints.blocks import SUMS, FileSums, difference
 from fsdp_jobs.config.errors import BadInput, JobFailed
 from fsdp_jobs.plan.topology import natural_key
 from fsdp_jobs.run.checksum import checksum
-from fsdp_jobs.run.files import write_whole
+from fsdp_jobs.run.files import exists, write_whole
 from fsdp_jobs.run.processes import this_machine
 
 MANIFEST = "manifest.json"
@@ -154,7 +154,7 @@ def find_checkpoints(checkpoints: Path) -> list[Path]:
     folders = list[Path]()
     if is_object_store(checkpoints):
         steps = [f for f in checkpoints.glob("step-*") if _NAME_IN_STORE.fullmatch(f.name)]
-        folders = _which(steps, lambda folder: _exists(folder / MANIFEST))
+        folders = _which(steps, lambda folder: exists(folder / MANIFEST))
     else:
         with suppress(FileNotFoundError):
             folders = [f for f in checkpoints.iterdir() if _NAME.fullmatch(f.name)]
@@ -165,7 +165,7 @@ def find_on_nodes(checkpoints: Path, committed: Collection[Path]) -> list[Path]:
     """Return the steps that are on the nodes' own disks but not yet committed here, newest first."""
     if is_object_store(checkpoints):
         others = [f for f in checkpoints.glob("step-*") if f not in committed]
-        folders = _which(others, lambda folder: _exists(folder / SHARDS))
+        folders = _which(others, lambda folder: exists(folder / SHARDS))
     else:
         folders = [file.parent for file in checkpoints.glob(f"step-*/{SHARDS}") if file.parent not in committed]
     return _newest_first(folders)
@@ -347,18 +347,10 @@ def remove(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _exists(file: Path) -> bool:
-    """Whether a file exists. Raises an error of the connection, for which `exists` of many stores returns False."""
-    with suppress(FileNotFoundError):
-        file.stat()
-        return True
-    return False
-
-
 def _may_exist(file: Path) -> bool:
     """Whether a file exists, or that is unknown."""
     try:
-        return _exists(file)
+        return exists(file)
     except Exception:  # clients of object stores raise any exception
         return True
 

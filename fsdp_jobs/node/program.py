@@ -11,7 +11,7 @@ from pathlib import Path
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.files import digest_of
+from fsdp_jobs.run.files import digest_of, exists
 from fsdp_jobs.run.leaves import modules_in
 from fsdp_jobs.run.messages import Round
 from fsdp_jobs.run.record import Record
@@ -35,9 +35,9 @@ class Program(Record):
         code = run.code.absolute()
         args = shlex.split(config.script_args)
         if config.script is None:
-            return cls(config.module or TRAINER, True, str(code if code.is_dir() else Path.cwd()), args)
+            return cls(config.module or TRAINER, True, str(code if exists(code) else Path.cwd()), args)
         copied = code / config.script
-        file = copied if copied.exists() else Path(config.script).absolute()
+        file = copied if exists(copied) else Path(config.script).absolute()
         return cls(str(file), False, str((file.resolve() if file.is_symlink() else file).parent), args)
 
     @property

@@ -93,6 +93,14 @@ def is_there(path: Path) -> bool:
     return False
 
 
+def exists(path: Path) -> bool:
+    """Whether a file exists. Raises errors of its storage, for which `Path.exists` says no since Python 3.14."""
+    with suppress(FileNotFoundError, NotADirectoryError):
+        path.stat()
+        return True
+    return False
+
+
 def look_again(file: Path) -> None:
     """Make an NFS client ask its server about a missing file again: it caches that the file is missing for a minute.
 

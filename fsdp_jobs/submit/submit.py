@@ -30,7 +30,7 @@ from fsdp_jobs.plan.shapes import ModelShape
 from fsdp_jobs.plan.sources import from_yaml
 from fsdp_jobs.plan.topology import Topology
 from fsdp_jobs.run.directory import RunDir, checkpoints_of, run_dir_of, runs_in
-from fsdp_jobs.run.files import as_written, digest_of, write_atomic
+from fsdp_jobs.run.files import as_written, digest_of, exists, write_atomic
 from fsdp_jobs.run.goodput import Failures, costs_of, failures_of
 from fsdp_jobs.run.identity import check_may_act, claim, identity_of
 from fsdp_jobs.run.processes import exit_on_signals, raise_file_limit
@@ -252,7 +252,7 @@ def submit(
                 job.before = now
         app_ids: dict[RunDir, str] = {}
         files = at_once(_files_of, jobs, overrides)
-        before = at_once(lambda paths: {p: p.read_text() if p.exists() else None for p in paths}, files)
+        before = at_once(lambda paths: {p: p.read_text() if exists(p) else None for p in paths}, files)
         try:
             at_once(_write, jobs, files)
             for group in grouped(jobs, lambda job: job.launcher.name).values():

@@ -14,6 +14,7 @@ from fsdp_jobs.config.validate import config_problems
 from fsdp_jobs.plan.plan import sharding_problems
 from fsdp_jobs.plan.topology import Topology
 from fsdp_jobs.run.directory import RunDir, checkpoints_of
+from fsdp_jobs.run.files import exists
 from fsdp_jobs.run.identity import identity_of
 from fsdp_jobs.run.table import listed
 from fsdp_jobs.run.tail import newest_json_lines
@@ -85,7 +86,7 @@ def check_existing_run(config: JobConfig, run: RunDir) -> None:
 
 def training_changes(config: JobConfig, run: RunDir) -> list[Problem]:
     """List what a configuration would change in the training of an existing run."""
-    if not run.config.exists() or config.allow_config_change:
+    if not exists(run.config) or config.allow_config_change:
         return []
     before, now = training_values(load_config(run.config)), training_values(config)
     changed = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]

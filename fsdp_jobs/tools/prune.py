@@ -16,6 +16,7 @@ from fsdp_jobs.checkpoints.catalog import is_checkpoint
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.run.directory import RunDir, checkpoints_of, runs_in
+from fsdp_jobs.run.files import exists
 from fsdp_jobs.run.identity import Identity
 from fsdp_jobs.run.status import ENDED
 from fsdp_jobs.run.table import listed
@@ -122,7 +123,7 @@ def erase(folder: Path) -> list[str]:
 
 def _remove_checkpoints(home: Path, identity: str) -> list[str]:
     """Remove what a run has written into its folder of checkpoints; return the names of all other entries."""
-    if not home.exists():
+    if not exists(home):
         return []
     others = []
     for entry in sorted(home.iterdir(), key=lambda entry: entry.name == identity):  # last: it names the owner

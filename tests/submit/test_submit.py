@@ -70,7 +70,9 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "launcher_of", lambda name: known(name) if "_" in name else _Launcher(name))
 
 
-def test_a_refused_submission_leaves_the_record_of_the_one_before(tmp_path: Path) -> None:
+def test_a_refused_submission_leaves_the_record_of_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     configs = [compose_job([f"runs_dir={tmp_path}", f"name={name}", "nodes=1", "nproc_per_node=1"]) for name in "ab"]
     first, second = submission.prepare(configs)
     taking, refusing = _Launcher("taking", "7"), _Launcher("refusing")
@@ -80,7 +82,8 @@ def test_a_refused_submission_leaves_the_record_of_the_one_before(tmp_path: Path
     first.run.attempt(0).mkdir(parents=True)
     longer = replace(first.config, steps=first.config.steps + 1)
     jobs = [replace(first, config=longer, launcher=taking), replace(second, launcher=refusing)]  # type: ignore[arg-type]
-    with pytest.raises(JobFailed):
+    with monkeypatch.context() as patch, pytest.raises(JobFailed):
+        patch.setattr(Path, "exists", lambda _: False)  # as of Python 3.14 where storage does not answer
         submission.submit(jobs, [["steps=2"], ["steps=2"]])
     assert taking.cancelled == ["7"], "all or none"
     assert {file: file.read_text() for file in before} == before and not second.run.is_submitted
