@@ -60,13 +60,15 @@ def claim(
         check()
         number = max(known, above) + 1
         marker = home / TERMS / f"{kind}-{number:08d}"
-        if _create(marker, owner):
+        if is_mine := _create(marker, owner):
             markers = _markers(home, kind)
             if max(markers) == number:
                 for older in sorted(markers)[:-1]:
                     with suppress(OSError):
                         markers[older].unlink()
                 return number
+        if is_mine is None:
+            last = number  # whoever has it, the next is nobody's
 
 
 def _markers(home: Path, kind: str) -> dict[int, Path]:
@@ -78,8 +80,8 @@ def _markers(home: Path, kind: str) -> dict[int, Path]:
     return {int(f.name.rpartition("-")[2]): f for f in found if f.name.startswith(f"{kind}-")}
 
 
-def _create(marker: Path, owner: str) -> bool:
-    """Create a marker. Returns False if another process has created it."""
+def _create(marker: Path, owner: str) -> bool | None:
+    """Create a marker. Returns False if another process has created it, None if this one or another has."""
     try:
         if isinstance(marker, Path):
             marker.parent.mkdir(parents=True, exist_ok=True)
@@ -88,7 +90,8 @@ def _create(marker: Path, owner: str) -> bool:
             marker.fs.pipe_file(marker.path, owner.encode(), mode="create")
     except OSError as e:
         try:
-            return bool(marker.read_text() == owner)  # ours: a store's answer to the first request was lost
+            text = marker.read_text()  # after an answer that was lost: the owner in a store, nothing in a file
+            return text == owner or (False if text or isinstance(e, FileExistsError) else None)
         except FileNotFoundError:
             if isinstance(e, FileExistsError):
                 return False  # another process created it, and has removed it for a newer one

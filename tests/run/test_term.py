@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import pickle
 import time
@@ -168,3 +169,23 @@ def test_on_a_full_disk_an_agent_is_told_so_and_is_not_killed_by_a_bus_error(sma
     with pytest.raises(OSError, match=f"No space left on device: '{small_disk}"):
         folders.make(small_disk, folders.RANKS)
     assert {file.name for file in small_disk.iterdir()} == {"filler", "lease"}
+
+
+@pytest.mark.parametrize("last", [0, 5])
+def test_a_claim_whose_answer_was_lost_does_not_fence_its_own_claimant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: int
+) -> None:
+    """Its coordinator took it for another's, and decided nothing more: the job stood still for ever."""
+    claim(tmp_path, ROUND, "before", above=4)
+    errors, touch = [OSError(errno.EIO, "Input/output error")], Path.touch
+
+    def fails(file: Path, **how: bool) -> None:
+        touch(file, **how)
+        if errors:
+            raise errors.pop()
+
+    monkeypatch.setattr(Path, "touch", fails)
+    assert claim(tmp_path, ROUND, "this", last) == newest(tmp_path, ROUND) == 7
+    claim(tmp_path, ROUND, "another's")
+    with pytest.raises(Fenced):
+        claim(tmp_path, ROUND, "this", 7)
