@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, TypeVar, dataclass_transform
@@ -360,8 +360,10 @@ class TrackingFailed(Event, sentence="{tracker} does not get the metrics: {why}"
     why: str
 
 
-def append_lines(path: Path, *records: JsonObject) -> None:
+def append_lines(path: Path, *records: JsonObject, is_due: Callable[[], bool] = lambda: True) -> None:
     """Append whole JSON lines while other nodes also write: under a lock if the file system has locks.
+
+    They are left out if `is_due`, called under the lock, says no.
 
     Records for which the disk has no room are dropped with a warning: a job must not fail because of its own log. Those
     of a rank whose node no longer has a lease are dropped as well: another round may be writing.
@@ -370,6 +372,8 @@ def append_lines(path: Path, *records: JsonObject) -> None:
     try:
         descriptor = _locked(path)
         try:
+            if not is_due():
+                return
             if is_cut(descriptor):
                 lines = b"\n" + lines
             before = os.fstat(descriptor).st_size
@@ -399,9 +403,10 @@ def _locked(path: Path) -> int:
         os.close(descriptor)  # to check again: no other file is read while the lock is held
 
 
-def record(run: RunDir, attempt: int, event: Event) -> None:
-    """Append an event to the run's events, with the present time if it has none."""
-    append_lines(run.events, replace(event, time=event.time or job_time(), attempt=attempt).to_record())
+def record(run: RunDir, attempt: int, event: Event, is_due: Callable[[], bool] = lambda: True) -> None:
+    """Append an event to the run's events as `append_lines` does, with the present time if it has none."""
+    event = replace(event, time=event.time or job_time(), attempt=attempt)
+    append_lines(run.events, event.to_record(), is_due=is_due)
 
 
 def begin_attempt(run: RunDir, attempt: int, started: AttemptStarted) -> None:

@@ -98,8 +98,8 @@ def record(run: RunDir, launcher: Launcher, app_id: str | None) -> str:
     handle = f"{launcher.name}://{launcher.cluster_of(app_id)}/{app_id}"
     # When the launcher got the job, whose records may be older than this one; the file server's clock may be ahead.
     at = min(time.time(), run.job.stat().st_mtime)
-    if run.last_attempt() < run.first_attempt():  # else the attempt has recorded it
-        events.record(run, run.last_attempt(), events.Submitted(handle, time=at))
+    first, event = run.first_attempt(), events.Submitted(handle, time=at)
+    events.record(run, first - 1, event, lambda: run.last_attempt() < first)  # else the attempt records it
     write_json(run.job, {**job, "handle": handle, "submitted": at})
     return handle
 

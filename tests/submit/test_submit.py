@@ -341,6 +341,25 @@ def test_an_attempt_that_begins_while_its_submission_is_recorded_follows_that_re
     assert [event.kind for event in events.read_events(run)] == ["submitted", "attempt_started"]
 
 
+def test_a_submission_is_not_recorded_behind_the_attempt_that_has_begun_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that trained read as submitted, until its round ended."""
+    run, locked = RunDir(tmp_path), events._locked
+    write_json(run.job, {"first_attempt": 0, "pending": "taking"})
+
+    def late(path: Path) -> int:
+        with monkeypatch.context() as patch:
+            patch.setattr(events, "_locked", locked)
+            events.begin_attempt(run, 0, events.AttemptStarted(1))
+        return locked(path)
+
+    monkeypatch.setattr(events, "_locked", late)
+    submitted.record(run, _Launcher("taking"), "7")  # type: ignore[arg-type]
+    assert [event.kind for event in events.read_events(run)] == ["submitted", "attempt_started"]
+    assert run.handle == "taking://here/7"
+
+
 def test_a_command_that_was_killed_while_it_checked_links_leaves_no_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
