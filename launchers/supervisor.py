@@ -115,10 +115,14 @@ class Attempt:
 
     def begin(self, started: events.AttemptStarted) -> None:
         """Record that the attempt begins."""
+        self._retry(partial(events.begin_attempt, self.run, self.number, started))
+
+    def _retry(self, work: Callable[[], None]) -> None:
+        """Do this again while storage fails for a moment."""
         storage_errors = StorageErrors(MOMENT_S)
         while True:
             with storage_errors:
-                events.begin_attempt(self.run, self.number, started)
+                work()
                 return
             time.sleep(self.poll_s)
 
@@ -126,7 +130,7 @@ class Attempt:
         """Start the coordinator, a node's agent or another process of the attempt."""
         log = self.run.process_log(self.number, name)
         process = Process(name, argv, log, env, hosts)
-        process.start(self.echo)
+        self._retry(partial(process.start, self.echo))
         self.processes.append(process)
         return process
 

@@ -53,12 +53,16 @@ def test_storage_that_fails_for_a_moment_costs_no_attempt(tmp_path: Path, monkey
 
     def fails(folder: Path, *how: Any, **details: Any) -> None:
         mkdir(folder, *how, **details)
-        if failures and folder == run.attempt(0):  # also where the answer was lost
+        if failures and run.attempt(0) in (folder, folder.parent):  # also where the answer was lost
             raise OSError(failures.pop(), "failed")
 
     monkeypatch.setattr(Path, "mkdir", fails)
-    Attempt(run, 0).begin(events.AttemptStarted(1))
+    attempt = Attempt(run, 0)
+    attempt.begin(events.AttemptStarted(1))
     assert [type(event) for event in events.read_events(run)] == [events.AttemptStarted] and not failures
+    failures.append(errno.EIO)
+    agent = attempt.start("node-0", ["true"], {"PATH": "/usr/bin:/bin"})
+    assert agent.popen.wait() == 0 and attempt.processes == [agent] and not failures
 
 
 def test_storage_that_does_not_come_back_is_not_waited_for_for_ever(
