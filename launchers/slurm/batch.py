@@ -23,7 +23,7 @@ from fsdp_jobs.launchers.app import with_environment
 from fsdp_jobs.launchers.slurm import client, node_test
 from fsdp_jobs.launchers.slurm.again import start_again
 from fsdp_jobs.launchers.slurm.companions import Companions, reachable
-from fsdp_jobs.launchers.slurm.steps import LEAST_TRAINING_S, Commands, srun
+from fsdp_jobs.launchers.slurm.steps import EXCLUDE_S, LEAST_TRAINING_S, Commands, srun
 from fsdp_jobs.launchers.supervisor import Attempt, Process, is_superseded
 from fsdp_jobs.plan.topology import expand_hostlist
 from fsdp_jobs.run import events, log
@@ -39,7 +39,6 @@ _QUEUE_S = 20.0  # between queries to SLURM, which limits them per user, unless 
 _AGAIN_S = 5.0  # between tries to start the job or a step again, and queries to a controller that is away
 _ANSWER_S = 2.0  # for SLURM to answer whether a process ended because its node was lost
 _RESEND_S = 1.0  # between stop signals to the coordinator
-_EXCLUDE_S = 6 * 3600.0  # exclusion of a node that fails the node test
 _LEAVE_S = 30.0  # for agents to end after the verdict
 _LEAVE_SOON_S = 5.0  # the same before a requeue: the time limit may be near, and SLURM ends the remaining processes
 _NO_SLURM_S = 600.0  # before a requeue, for an unreachable controller to come back
@@ -124,7 +123,7 @@ class Batch(Attempt):
         bad, between = node_test.blame(reports, self.hosts, late)
         if bad and len(bad) < len(self.hosts):
             for host, why in bad.items():
-                self.run.exclude(host, _EXCLUDE_S, f"node test: {why}")
+                self.run.exclude(host, EXCLUDE_S, f"node test: {why}")
             facts = "; ".join(f"{host}: {why}" for host, why in bad.items())
             return Verdict("infrastructure", "requeue", f"node test: {facts}")
         if bad or between:  # no single node is to blame

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from fsdp_jobs.config.errors import BadInput, one_line
 from fsdp_jobs.launchers.slurm import client
 from fsdp_jobs.launchers.slurm.again import start_again
-from fsdp_jobs.launchers.slurm.steps import Commands, srun
+from fsdp_jobs.launchers.slurm.steps import EXCLUDE_S, Commands, srun
 from fsdp_jobs.launchers.supervisor import Attempt, StorageErrors
 from fsdp_jobs.plan.topology import expand_hostlist
 from fsdp_jobs.run import events, log
@@ -61,12 +61,18 @@ class Companions:
     def request(self, nodes: Sequence[int]) -> bool:
         """Submit a companion for each of these nodes that has none queued or running; False if none will run.
 
+        Further companions, and the requeued job, leave out a node that could not start one.
         After the last refusal `status` shows the reason.
 
         Raises:
             SlurmError: SLURM does not answer, or refuses.
         """
-        active = {job.id: job.name for job in client.queue().values() if job.state.is_active}
+        known = client.queue()
+        active = {job.id: job.name for job in known.values() if job.state.is_active}
+        for job in map(known.get, self.jobs.values()):
+            if job is not None and job.reason == "JobLaunchFailure":
+                why = f"SLURM could not start job {job.id} on it: has it mounted the run directory?"
+                self.run.exclude(job.nodes, EXCLUDE_S, why)
         named = {name: id for id, name in active.items()}
         for node in nodes:
             name = f"{self.run.name}-{self.commands.job_id}-node-{node}"  # another run may have this name

@@ -288,11 +288,12 @@ def _end(run: RunDir, job: client.QueuedJob | None, state: State, message: str) 
     if run.last_attempt() < run.first_attempt():
         if state is State.FAILED and job is not None:
             why = f": {_said(run.submit / f'slurm-{job.id}.out')}" if job.slurm_state == "FAILED" else ""
-            message = f"SLURM job {job.id} {job.slurm_state} before its first line{why}"
+            where = f" on {job.batch_host or job.nodes}" if job.nodes else ""
+            message = f"SLURM job {job.id} {job.slurm_state}{where} before its first line{why}"
         return state, message
     verdict = Verdict.read(run, run.last_attempt())
     if verdict is None or state in (State.STOPPED, State.SILENT):
         return state, message
     if verdict.decision == "requeue" and job is not None:
-        return State.FAILED, f"{message}, and was not requeued; {verdict.reason}"
+        return State.FAILED, f"{message} before another attempt began; {verdict.reason}"
     return State.from_verdict(verdict), verdict.reason

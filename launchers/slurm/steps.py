@@ -10,6 +10,7 @@ from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.files import as_written, write_atomic
 from fsdp_jobs.run.record import Record
 
+EXCLUDE_S = 6 * 3600.0  # exclusion of a node that fails the node test, or starts no job
 LEAST_TRAINING_S = 30  # between the start of a job and its last save
 
 

@@ -255,7 +255,7 @@ def test_an_old_site_trains_saves_sweeps_and_forgets(lab: Lab, old: Lab, folder:
         assert (
             old.cli(folder, "name=unready", *ONE[1:], "cluster.setup=['echo no such module', 'exit 3']").returncode == 0
         )
-        assert "FAILED before its first line: no such module" in old.cli(folder, "wait", "unready").stdout
+        assert "before its first line: no such module" in old.cli(folder, "wait", "unready").stdout
         assert old.cli(folder, *WITHDRAWN).returncode == 0
         assert "(JobHeldUser: held; SLURM starts it after: scontrol release" in old.cli(folder, "status").stdout
         old.on_login("scancel", "--user=root")

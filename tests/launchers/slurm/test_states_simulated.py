@@ -143,6 +143,11 @@ def test_a_requeued_job_that_a_node_without_its_file_system_has_failed_says_so(s
     (described,) = describe(["slurm_fsdp://lab/7"]).values()
     why = "(JobLaunchFailure: has its first node mounted the run directory?)"
     assert described.message == f"SLURM job 7 is FAILED on node[1-2] {why}"
+    Verdict("preempted", "requeue", "saved at step 5").write(RunDir(slurm / "runs" / "a"), 0)
+    (described,) = describe(["slurm_fsdp://lab/7"]).values()
+    assert (
+        described.message == f"SLURM job 7 is FAILED on node[1-2] {why} before another attempt began; saved at step 5"
+    )
 
 
 def test_a_forgotten_job_is_known_by_accounting_in_its_newest_record(slurm: Path) -> None:
@@ -208,7 +213,8 @@ def test_what_a_job_said_that_failed_before_its_first_line_is_the_reason(slurm: 
     run.job.write_text(json.dumps({"first_attempt": 1}))
     write_atomic(run.submit / "slurm-9.out", "loading\nno such module\n")
     (described,) = SlurmLauncher().describe(["9"])
-    assert described is not None and described.message == "SLURM job 9 FAILED before its first line: no such module"
+    what = "SLURM job 9 FAILED on node1 before its first line: no such module"
+    assert described is not None and described.message == what
 
 
 def test_equal_ids_on_clusters_that_share_a_home_are_different_jobs(slurm: Path) -> None:
@@ -420,6 +426,20 @@ def test_a_node_in_place_of_a_lost_one_is_asked_for_where_the_job_runs(
     client.forget()
     companions.request([1, 2])
     assert companions.jobs == {1: "77", 2: "78"}, "both have the same name now"
+
+
+def test_a_node_that_starts_no_job_gets_no_other_companion(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One without the run directory took all three tries: it is idle, so SLURM chooses it again."""
+    say(slurm, "sbatch", f'echo "$@" > {slurm}/options; echo 77')
+    known_run(slurm, "7", None)
+    run = RunDir(slurm / "runs" / "a")
+    commands = Commands([], [], [], {}, max_nodes=2, regrow=True, exclude=["node9"], submit=[])
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    companions = Companions(run, commands, {**os.environ}, 0, {1: "76"})
+    say(slurm, "squeue", queue("76|FAILED|JobLaunchFailure|t|node3|node3|76|1:00|a-7-node-1|"))
+    companions.request([1])
+    assert "--exclude=node3,node9" in (slurm / "options").read_text()
+    assert "SLURM could not start job 76" in run.excluded_hosts()["node3"], "nor does it get the requeued job"
 
 
 def test_a_job_waits_for_what_both_its_sweep_and_its_user_name() -> None:

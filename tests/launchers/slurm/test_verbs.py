@@ -277,7 +277,7 @@ def test_a_run_directory_that_only_this_machine_has_is_named(lab: Lab, tmp_path:
     done = lab.cli(tmp_path, *ON_CPU, *TINY, "name=lost", "nodes=1", f"runs_dir={here}")
     assert done.returncode == 0, done.stdout + done.stderr
     status, deadline = "", time.monotonic() + 90
-    while "before its first line: do the nodes see" not in status:
+    while " on node1 before its first line: do the nodes see" not in status:
         assert time.monotonic() < deadline, status
         status = lab.cli(tmp_path, "status", "lost", f"runs_dir={here}").stdout
     assert "now       nothing: it has ended" in status, status
