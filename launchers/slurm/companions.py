@@ -69,10 +69,11 @@ class Companions:
         """
         known = client.queue()
         active = {job.id: job.name for job in known.values() if job.state.is_active}
-        for job in map(known.get, self.jobs.values()):
-            if job is not None and job.reason == "JobLaunchFailure":
-                why = f"SLURM could not start job {job.id} on it: has it mounted the run directory?"
-                self.run.exclude(job.nodes, EXCLUDE_S, why)
+        for node, id in self.jobs.items():
+            failed = id in known and known[id].reason == "JobLaunchFailure"  # also if its process was killed
+            if failed and not (self.run.node(self.attempt, node) / f"companion-{id}.out").exists():
+                why = f"SLURM could not start job {id} on it: has it mounted the run directory?"
+                self.run.exclude(known[id].nodes, EXCLUDE_S, why)
         named = {name: id for id, name in active.items()}
         for node in nodes:
             name = f"{self.run.name}-{self.commands.job_id}-node-{node}"  # another run may have this name

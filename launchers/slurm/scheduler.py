@@ -50,7 +50,7 @@ _REASONS = {  # prefixes of squeue's REASON -> explanation; the first counts
     "DependencyNeverSatisfied": "the job it depends on has failed: it will not start",
     "ReservationDeleted": "its reservation is gone: it will not start",
     "PartitionDown": "an administrator has stopped the partition",
-    "JobLaunchFailure": "has its first node mounted the run directory?",
+    "JobLaunchFailure": "its batch step was killed, or its first node has not mounted the run directory",
     "Invalid": "its account or QOS may not be used any more: it will not start",
 }
 

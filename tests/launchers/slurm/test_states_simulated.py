@@ -141,7 +141,7 @@ def test_a_requeued_job_that_a_node_without_its_file_system_has_failed_says_so(s
     known_run(slurm, "7", None)
     say(slurm, "squeue", queue("7|FAILED|JobLaunchFailure|N/A|node[1-2]|node1|7"))
     (described,) = describe(["slurm_fsdp://lab/7"]).values()
-    why = "(JobLaunchFailure: has its first node mounted the run directory?)"
+    why = "(JobLaunchFailure: its batch step was killed, or its first node has not mounted the run directory)"
     assert described.message == f"SLURM job 7 is FAILED on node[1-2] {why}"
     Verdict("preempted", "requeue", "saved at step 5").write(RunDir(slurm / "runs" / "a"), 0)
     (described,) = describe(["slurm_fsdp://lab/7"]).values()
@@ -435,8 +435,10 @@ def test_a_node_that_starts_no_job_gets_no_other_companion(slurm: Path, monkeypa
     run = RunDir(slurm / "runs" / "a")
     commands = Commands([], [], [], {}, max_nodes=2, regrow=True, exclude=["node9"], submit=[])
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    companions = Companions(run, commands, {**os.environ}, 0, {1: "76"})
-    say(slurm, "squeue", queue("76|FAILED|JobLaunchFailure|t|node3|node3|76|1:00|a-7-node-1|"))
+    companions = Companions(run, commands, {**os.environ}, 0, {1: "76", 2: "75"})
+    line = "{0}|FAILED|JobLaunchFailure|t|node{1}|node{1}|{0}|1:00|a-7-node-{2}|"
+    say(slurm, "squeue", queue(line.format(76, 3, 1), line.format(75, 4, 2)))
+    write_atomic(run.node(0, 2) / "companion-75.out", "killed")
     companions.request([1])
     assert "--exclude=node3,node9" in (slurm / "options").read_text()
     assert "SLURM could not start job 76" in run.excluded_hosts()["node3"], "nor does it get the requeued job"
