@@ -18,7 +18,7 @@ from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ADDRESS_ENV, ATTEMPT_ENV, COORDINATOR_ENV
 from fsdp_jobs.run.files import write_atomic
-from fsdp_jobs.run.processes import NO_GPU, free_port, gpus_variable
+from fsdp_jobs.run.processes import NO_GPU, gpus_variable, hold_port
 from fsdp_jobs.run.rank_state import remove_leftovers
 from fsdp_jobs.run.verdict import Verdict
 
@@ -62,11 +62,12 @@ class _LocalAttempt(Attempt):
     def go(self) -> Verdict:
         """Run the attempt to its end."""
         self.begin(events.AttemptStarted(len(self.request.nodes)))
-        address = f"127.0.0.1:{free_port()}"
-        env = {ATTEMPT_ENV: str(self.number), COORDINATOR_ENV: address, ADDRESS_ENV: "127.0.0.1"}
-        for name, argv, own in self.request.processes():
-            self.start(name, argv, {**with_environment(own), **env})
-        verdict = self.supervise()
+        with hold_port() as held:
+            address = f"127.0.0.1:{held.getsockname()[1]}"
+            env = {ATTEMPT_ENV: str(self.number), COORDINATOR_ENV: address, ADDRESS_ENV: "127.0.0.1"}
+            for name, argv, own in self.request.processes():
+                self.start(name, argv, {**with_environment(own), **env})
+            verdict = self.supervise()
         assert verdict is not None
         self.finish(_LEAVE_S)
         remove_leftovers()

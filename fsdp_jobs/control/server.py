@@ -67,7 +67,7 @@ class Server:
             loop.add_signal_handler(number, lambda why: coordinator.on_stop(why, time.monotonic()), why)
         charge = asyncio.create_task(self._keep_charge())
         requests = asyncio.create_task(self._read_requests())
-        server = await asyncio.start_server(self._agent, hosts, port)
+        server = await asyncio.start_server(self._agent, hosts, port, reuse_port=True)  # see hold_port
         try:  # `async with` would wait for connections since Python 3.12, and answer agents after an error, too
             while (exit_code := self._exit_code()) is None:
                 await asyncio.sleep(_TICK_S)

@@ -153,6 +153,14 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
+def hold_port() -> socket.socket:
+    """Return a socket that keeps a TCP port for a coordinator that starts: nobody else gets it as a free one."""
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # the coordinator sets it, too
+    held.bind(("", 0))
+    return held
+
+
 def wildcards() -> list[str]:
     """Return the addresses on which a server is reached from everywhere: pods of some clusters have only IPv6."""
     try:

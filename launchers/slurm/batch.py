@@ -29,7 +29,7 @@ from fsdp_jobs.plan.topology import expand_hostlist
 from fsdp_jobs.run import events, log
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ATTEMPT_ENV, COORDINATOR_ENV, HOST_ENV
-from fsdp_jobs.run.processes import STOP_SIGNALS, free_port
+from fsdp_jobs.run.processes import STOP_SIGNALS, free_port, hold_port
 from fsdp_jobs.run.status import RunStatus
 from fsdp_jobs.run.tail import last_lines
 from fsdp_jobs.run.threads import in_thread, wait_until
@@ -67,7 +67,8 @@ class Batch(Attempt):
         self.commands = commands
         self.job_id = commands.job_id
         self.hosts = self.allocated = expand_hostlist(os.environ["SLURM_JOB_NODELIST"])
-        self.coordinator = f"{socket.gethostname()}:{free_port()}"
+        self.held = hold_port()
+        self.coordinator = f"{socket.gethostname()}:{self.held.getsockname()[1]}"
         names = {ATTEMPT_ENV: str(self.number), COORDINATOR_ENV: self.coordinator}
         self.env = {**with_environment(commands.env), **names}
         for name in _NOT_OF_STEPS:

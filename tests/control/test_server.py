@@ -36,7 +36,7 @@ from fsdp_jobs.run import events, messages, threads
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ATTEMPT_ENV, COORDINATOR_ENV
 from fsdp_jobs.run.files import write_atomic
-from fsdp_jobs.run.processes import free_port, raise_file_limit, wildcards
+from fsdp_jobs.run.processes import free_port, hold_port, raise_file_limit, wildcards
 from fsdp_jobs.run.protocol import AGENT, COORDINATOR, proof
 from fsdp_jobs.run.tail import read_json_lines
 from fsdp_jobs.run.term import COORDINATOR as COORDINATORS
@@ -508,6 +508,25 @@ def test_a_coordinator_ends_of_an_error_although_agents_are_connected(
     monkeypatch.setattr(f"{where.__module__}.{where.__qualname__}", lambda *_: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         asyncio.run(asyncio.wait_for(Server(coordinator, "secret").serve(wildcards(), free_port()), 5))
+
+
+def test_nobody_takes_the_port_of_a_coordinator_that_starts(tmp_path: Path) -> None:
+    """An srun of its job listened there first: the coordinator died three times, and with it the job."""
+    run = RunDir(tmp_path / "run")
+    run.attempt(0).mkdir(parents=True)
+    coordinator = Coordinator(compose_job(["nodes=1", "nproc_per_node=1"]), run, 0, time.monotonic())
+
+    async def reach(port: int) -> None:
+        serving = asyncio.create_task(Server(coordinator, "secret").serve(wildcards(), port))
+        await asyncio.sleep(1)
+        (await asyncio.open_connection("127.0.0.1", port))[1].close()
+        serving.cancel()
+
+    with hold_port() as held:
+        port = held.getsockname()[1]
+        with pytest.raises(OSError, match="in use"):
+            socket.create_server(("", port))
+        asyncio.run(reach(port))
 
 
 def test_the_limit_of_open_files_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,8 @@ def save(*_):
     Verdict("preempted", "requeue", "saved").close(RunDir(sys.argv[1]), 0)
     sys.exit()
 signal.signal(signal.SIGUSR1, save)
-listening = socket.create_server(("", int(os.environ["FSDP_JOBS_COORDINATOR"].rpartition(":")[2])))
+port = int(os.environ["FSDP_JOBS_COORDINATOR"].rpartition(":")[2])
+listening = socket.create_server(("", port), reuse_port=True)
 time.sleep(60)
 """
 OWN = ("SLURM_GPUS", "SLURM_TRES_PER_TASK")
