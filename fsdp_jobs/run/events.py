@@ -21,7 +21,7 @@ from typing import ClassVar, TypeVar, dataclass_transform
 import msgspec
 
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.files import lock
+from fsdp_jobs.run.files import lock, unlock_and_close
 from fsdp_jobs.run.record import JsonObject
 from fsdp_jobs.run.table import counted
 from fsdp_jobs.run.tail import Tail, is_cut, json_objects, newest_json_lines, read_json_lines
@@ -381,7 +381,7 @@ def append_lines(path: Path, *records: JsonObject, is_due: Callable[[], bool] = 
                 os.ftruncate(descriptor, before)  # never half a line
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         finally:
-            os.close(descriptor)
+            unlock_and_close(descriptor)
     except (OSError, Fenced) as e:
         why = f"OSError: {e.strerror or e}" if isinstance(e, OSError) else e
         logger.warning("%s; not recorded in %s", why, path)  # a rank's log shows no level
@@ -400,7 +400,7 @@ def _locked(path: Path) -> int:
         lock(descriptor)
         if time.monotonic() - checked_at <= _SOON_S or is_answered():
             return descriptor
-        os.close(descriptor)  # to check again: no other file is read while the lock is held
+        unlock_and_close(descriptor)  # to check again: no other file is read while the lock is held
 
 
 def record(run: RunDir, attempt: int, event: Event, is_due: Callable[[], bool] = lambda: True) -> None:

@@ -125,6 +125,13 @@ def lock(file: IO[str] | int) -> None:
         fcntl.flock(file, fcntl.LOCK_EX)
 
 
+def unlock_and_close(descriptor: int) -> None:
+    """End the use of a locked file. Closing it is not enough: a process that was forked meanwhile also has it open."""
+    with suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
+
+
 def try_lock(file: IO[str]) -> bool:
     """Lock an open file until it is closed here and in processes that inherit it; False if another holds the lock.
 

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
+import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.tail import Tail
+from fsdp_jobs.run.tail import Tail, read_json_lines
+from fsdp_jobs.run.threads import start_thread
 
 KINDS = (
     *("submitted", "attempt_started", "round_started", "adopted", "round_broken", "node_lost", "stalled"),
@@ -84,3 +90,27 @@ def test_a_tail_goes_on_where_it_was_left(tmp_path: Path) -> None:
     assert list(tail.lines()) == [b"three"] and list(tail.lines()) == []
     tail.offset = before  # whoever could not use the lines reads them again
     assert list(tail.lines()) == [b"three"]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Python's, of forks beside threads
+def test_a_process_that_is_forked_while_a_line_is_written_does_not_keep_the_file_locked(tmp_path: Path) -> None:
+    """A DataLoader's workers are: rank 0 and the coordinator then waited for their end to write a line."""
+    file, is_locked, has_forked = tmp_path / "lines.jsonl", threading.Event(), threading.Event()
+
+    def is_due() -> bool:
+        is_locked.set()
+        return has_forked.wait(10)
+
+    first = start_thread(partial(events.append_lines, file, {"step": 1}, is_due=is_due), "first")
+    assert is_locked.wait(10)
+    if not (worker := os.fork()):
+        time.sleep(60)
+        os._exit(0)
+    try:
+        has_forked.set()
+        first.join(10)
+        start_thread(partial(events.append_lines, file, {"step": 2}), "second").join(5)
+        assert [line["step"] for line in read_json_lines(file)] == [1, 2]
+    finally:
+        os.kill(worker, signal.SIGKILL)
+        os.waitpid(worker, 0)
