@@ -95,7 +95,8 @@ class Terms:
             if now < self._patient_until:
                 return None
             owner, self._patient_until = f"attempt {self.attempt} {uuid.uuid4().hex}", now + _PATIENCE_S
-            self._claim = self._claims.begin(claim, self.home, ROUND, owner, last, seen, self.check)
+            before = 0 if self.problem else last  # after an error, a newer one may be this coordinator's own
+            self._claim = self._claims.begin(claim, self.home, ROUND, owner, before, max(last, seen), self.check)
         if not self._claim.done():
             if now > self._patient_until:
                 self.problem = f"checkpoint.dir: {self.home} does not answer"

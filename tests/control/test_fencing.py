@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import threading
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from fsdp_jobs.control.fencing import Terms
 from fsdp_jobs.run import messages, threads
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.rank_state import SAVES_NOTHING
-from fsdp_jobs.run.term import ROUND, Fenced, newest
+from fsdp_jobs.run.term import ROUND, Fenced, claim, newest
 from fsdp_jobs.run.threads import wait_until
 from tests.control.cluster import Cluster, failure
 
@@ -218,3 +219,28 @@ def test_a_first_claim_that_hangs_while_another_coordinator_takes_over_fences_no
     with pytest.raises(Fenced):
         wait_until(lambda: old.next(0, 0, now=1.0) is not None, 20)
     assert newest(run.checkpoints, ROUND) == new.next(0, 0, now=1.0)
+
+
+def test_a_claim_that_fails_after_it_was_made_does_not_fence_its_own_coordinator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It took the number for another's, and decided nothing more: the job stood still for ever."""
+    run, errors, iterdir = RunDir(tmp_path / "run"), [OSError(errno.EIO, "Input/output error")], Path.iterdir
+    run.attempt(0).mkdir(parents=True)
+    claim(run.checkpoints, ROUND, "the round before", above=4)
+
+    def fails(path: Path) -> Iterator[Path]:
+        if errors and (path / f"{ROUND}-00000006").exists():
+            raise errors.pop()
+        return iterdir(path)
+
+    monkeypatch.setattr(Path, "iterdir", fails)
+    terms = Terms(run.checkpoints, run, 0)
+    terms.take_charge(seen=0)
+    assert wait_until(lambda: terms.next(5, 0, now=0.0) is None and bool(terms.problem), 20)
+    assert wait_until(lambda: terms.next(5, 0, now=60.0) is not None, 20)
+    assert terms.next(5, 0, now=60.0) == newest(run.checkpoints, ROUND) == 7
+    terms.use()
+    claim(run.checkpoints, ROUND, "another's")
+    with pytest.raises(Fenced):
+        wait_until(lambda: terms.next(7, 0, now=120.0) is not None, 20)
