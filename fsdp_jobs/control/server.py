@@ -85,17 +85,16 @@ class Server:
 
     def _exit_code(self) -> int | None:
         """Return the attempt's exit code once nothing is left to do, even if another coordinator took over."""
-        coordinator = self.coordinator
-        run, attempt, verdict = coordinator.run, coordinator.number, coordinator.verdict
+        coordinator, verdict = self.coordinator, None
+        run, attempt, closed_at = coordinator.run, coordinator.number, coordinator.closed_at
         if coordinator.is_superseded:
             asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)  # it has nothing to finish
-            verdict = Verdict.read(run, attempt)
-            if verdict is None and run.last_attempt() > attempt:
-                return EXIT_FAILED
-        elif (closed_at := coordinator.closed_at) is None:
-            verdict = None
-        elif coordinator.agents and time.monotonic() - closed_at <= _FAREWELL_S:
-            return None
+            with suppress(OSError):  # it looks again: its launcher would start another one in place of the newer
+                verdict = Verdict.read(run, attempt)
+                if verdict is None and run.last_attempt() > attempt:
+                    return EXIT_FAILED
+        elif closed_at is not None and not (coordinator.agents and time.monotonic() - closed_at <= _FAREWELL_S):
+            verdict = coordinator.verdict
         return verdict.exit_code_of_attempt if verdict is not None else None
 
     async def _read_requests(self) -> Requests:

@@ -444,6 +444,31 @@ def test_a_replaced_coordinator_ends_when_it_is_told_to(tmp_path: Path) -> None:
         process.wait()
 
 
+def test_a_replaced_coordinator_outlives_storage_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its launcher started another one, which took over from the newer one: no agent connected to it."""
+    monkeypatch.setattr(door, "_LOOK_S", 0.01)
+    read, looks = Verdict.read, list[int]()
+
+    def fails(run: RunDir, attempt: int) -> Verdict | None:
+        looks.append(attempt)
+        if len(looks) < 3:
+            raise OSError(errno.EIO, "Input/output error")
+        return read(run, attempt)
+
+    monkeypatch.setattr(Verdict, "read", fails)
+
+    def talk(port: int, server: Server) -> None:
+        run = server.coordinator.run
+        until(lambda: server.coordinator.terms.number)
+        claim(run.attempt(0), COORDINATORS, "a newer one")
+        until(lambda: len(looks) > 5)
+        assert port in listening()
+        Verdict("done", "stop", "all steps are done").write(run, 0)
+        until(lambda: port not in listening())
+
+    serving(tmp_path, talk)
+
+
 def test_a_verdict_that_waited_for_storage_does_not_end_the_attempt_of_a_newer_coordinator(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
