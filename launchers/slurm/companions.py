@@ -21,6 +21,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from fsdp_jobs.config.errors import BadInput, one_line
@@ -32,7 +33,7 @@ from fsdp_jobs.plan.topology import expand_hostlist
 from fsdp_jobs.run import events, log
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ATTEMPT_ENV, COORDINATOR_ENV, HOST_ENV
-from fsdp_jobs.run.files import as_written
+from fsdp_jobs.run.files import as_written, exists
 from fsdp_jobs.run.processes import STOP_SIGNALS
 from fsdp_jobs.run.threads import in_thread, wait_until
 from fsdp_jobs.run.verdict import Verdict
@@ -71,9 +72,10 @@ class Companions:
         active = {job.id: job.name for job in known.values() if job.state.is_active}
         for node, id in self.jobs.items():
             failed = id in known and known[id].reason == "JobLaunchFailure"  # also if its process was killed
-            if failed and not (self.run.node(self.attempt, node) / f"companion-{id}.out").exists():
-                why = f"SLURM could not start job {id} on it: has it mounted the run directory?"
-                self.run.exclude(known[id].nodes, EXCLUDE_S, why)
+            why = f"SLURM could not start job {id} on it: has it mounted the run directory?"
+            with suppress(BadInput, OSError):  # the user edits the file, or storage fails; it is tried again
+                if failed and not exists(self.run.node(self.attempt, node) / f"companion-{id}.out"):
+                    self.run.exclude(known[id].nodes, EXCLUDE_S, why)
         named = {name: id for id, name in active.items()}
         for node in nodes:
             name = f"{self.run.name}-{self.commands.job_id}-node-{node}"  # another run may have this name

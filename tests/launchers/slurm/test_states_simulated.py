@@ -439,6 +439,11 @@ def test_a_node_that_starts_no_job_gets_no_other_companion(slurm: Path, monkeypa
     line = "{0}|FAILED|JobLaunchFailure|t|node{1}|node{1}|{0}|1:00|a-7-node-{2}|"
     say(slurm, "squeue", queue(line.format(76, 3, 1), line.format(75, 4, 2)))
     write_atomic(run.node(0, 2) / "companion-75.out", "killed")
+    run.excluded.write_text("{")  # the user edits it; it ended the batch step, and the job
+    companions.request([1])
+    assert "--exclude=node9" in (slurm / "options").read_text()
+    run.excluded.unlink()
+    companions.jobs[1] = "76"
     companions.request([1])
     assert "--exclude=node3,node9" in (slurm / "options").read_text()
     assert "SLURM could not start job 76" in run.excluded_hosts()["node3"], "nor does it get the requeued job"
