@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,24 @@ def test_the_minority_is_named_once_and_what_agrees_again_can_differ_again(tmp_p
     job.tell(20)
     job.tell(25, {0: ("model.a",), 3: ("model.b",)})
     assert job.found[1]["ranks"] == [0, 3] and job.coordinator.round.running, "the job goes on"
+
+
+def test_records_that_cannot_be_read_do_not_hide_who_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error ended each connection that told of a difference."""
+    job, opened = Replicas(tmp_path, 3), Path.open
+
+    def fails(file: Path, *how: Any, **details: Any) -> Any:
+        if file == job.run.events:
+            raise OSError(errno.EIO, "Input/output error")
+        return opened(file, *how, **details)
+
+    monkeypatch.setattr(Path, "open", fails)
+    job.tell(0)
+    job.tell(5)
+    job.tell(10, {3: ("model.b",)})
+    monkeypatch.undo()
+    (first,) = job.found
+    assert (first["ranks"], first["agreed"]) == ([3], 5)
 
 
 def test_agents_that_do_not_answer_do_not_hide_who_differs(tmp_path: Path) -> None:

@@ -203,7 +203,7 @@ class Guard(guard.Guard):
     def _agreed_before(self, step: int) -> int:
         """Return the newest step at which replicas are known to have agreed before they differed, -1 for none."""
         looked = self._comparison.resumed
-        resumed = looked.result() if looked is not None and looked.done() else None
+        resumed = looked.result() if looked is not None and looked.done() and not looked.exception() else None
         read = resumed.step if resumed is not None and resumed.place != "memory" else -1  # all loaded the same files
         return max(min(self._agreed, step - 1), min(read, step))
 
