@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from fsdp_jobs.run import events, log
 from fsdp_jobs.run.directory import RunDir
@@ -26,7 +26,10 @@ from fsdp_jobs.run.tail import last_lines
 from fsdp_jobs.run.threads import start_thread, wait_until
 from fsdp_jobs.run.verdict import Verdict
 
+_Answer = TypeVar("_Answer")
+
 _MAX_EARLY_DEATHS = 3  # in a row
+_AGAIN_S = 0.2  # between two tries to use storage that fails
 MOMENT_S = 30.0  # for storage to work again at the start of an attempt, which another machine may do better
 
 logger = logging.getLogger(__name__)
@@ -55,6 +58,15 @@ class StorageErrors:
             logger.warning("trying again: %s", error)
         self._told, self._since = str(error), min(self._since, time.monotonic())
         return time.monotonic() - self._since < self._patience_s
+
+
+def patiently(work: Callable[[], _Answer]) -> _Answer:
+    """Return what `work` does, which is repeated while storage fails for a moment."""
+    storage_errors = StorageErrors(MOMENT_S)
+    while True:
+        with storage_errors:
+            return work()
+        time.sleep(_AGAIN_S)
 
 
 @dataclass(eq=False)
@@ -115,22 +127,13 @@ class Attempt:
 
     def begin(self, started: events.AttemptStarted) -> None:
         """Record that the attempt begins."""
-        self._retry(partial(events.begin_attempt, self.run, self.number, started))
-
-    def _retry(self, work: Callable[[], None]) -> None:
-        """Do this again while storage fails for a moment."""
-        storage_errors = StorageErrors(MOMENT_S)
-        while True:
-            with storage_errors:
-                work()
-                return
-            time.sleep(self.poll_s)
+        patiently(partial(events.begin_attempt, self.run, self.number, started))
 
     def start(self, name: str, argv: Sequence[str], env: Mapping[str, str], hosts: Sequence[str] = ()) -> Process:
         """Start the coordinator, a node's agent or another process of the attempt."""
         log = self.run.process_log(self.number, name)
         process = Process(name, argv, log, env, hosts)
-        self._retry(partial(process.start, self.echo))
+        patiently(partial(process.start, self.echo))
         self.processes.append(process)
         return process
 

@@ -416,9 +416,10 @@ def begin_attempt(run: RunDir, attempt: int, started: AttemptStarted) -> None:
 
     The submitting command may have died, or still submit other jobs: its own record would end this attempt for readers.
     """
-    is_pending = run.pending_launcher is not None  # asked first: a command that sees the folder leaves the record to it
+    # Asked first: a command that sees the folder leaves the record to it.
+    is_pending = run.pending_launcher is not None and attempt == run.first_attempt()
     run.attempt(attempt).mkdir(parents=True, exist_ok=True)
-    if is_pending and attempt == run.first_attempt():
+    if is_pending:
         record(run, attempt - 1, Submitted())
     record(run, attempt, started)
 

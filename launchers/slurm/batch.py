@@ -24,7 +24,7 @@ from fsdp_jobs.launchers.slurm import client, node_test
 from fsdp_jobs.launchers.slurm.again import start_again
 from fsdp_jobs.launchers.slurm.companions import Companions, reachable
 from fsdp_jobs.launchers.slurm.steps import EXCLUDE_S, LEAST_TRAINING_S, Commands, srun
-from fsdp_jobs.launchers.supervisor import Attempt, Process, is_superseded
+from fsdp_jobs.launchers.supervisor import Attempt, Process, is_superseded, patiently
 from fsdp_jobs.plan.topology import expand_hostlist
 from fsdp_jobs.run import events, log
 from fsdp_jobs.run.directory import RunDir
@@ -63,7 +63,7 @@ class Batch(Attempt):
     early_s = 20.0
 
     def __init__(self, run: RunDir, commands: Commands, stop_signal: str | None = None):
-        super().__init__(run, run.last_attempt() + 1)
+        super().__init__(run, patiently(run.last_attempt) + 1)
         self.commands = commands
         self.job_id = commands.job_id
         self.hosts = self.allocated = expand_hostlist(os.environ["SLURM_JOB_NODELIST"])

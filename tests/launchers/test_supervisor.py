@@ -5,15 +5,18 @@ from __future__ import annotations
 import errno
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fsdp_jobs.launchers import supervisor
+from fsdp_jobs.launchers.local_supervisor import LocalRequest, _LocalAttempt
 from fsdp_jobs.launchers.supervisor import Attempt
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.files import write_json
 from fsdp_jobs.run.verdict import Verdict
 from tests.nfs import nfs_client
 
@@ -63,6 +66,34 @@ def test_storage_that_fails_for_a_moment_costs_no_attempt(tmp_path: Path, monkey
     failures.append(errno.EIO)
     agent = attempt.start("node-0", ["true"], {"PATH": "/usr/bin:/bin"})
     assert agent.popen.wait() == 0 and attempt.processes == [agent] and not failures
+
+
+def test_a_local_job_outlives_storage_that_fails_between_attempts(tmp_path: Path) -> None:
+    """Its supervisor ended, before it had given the next attempt its number."""
+    run = RunDir(tmp_path / "run")
+    run.path.mkdir()
+    attempts = run.attempt(0).parent
+    attempts.write_text("not a folder now")
+    threading.Timer(0.5, attempts.unlink).start()
+    assert _LocalAttempt(run, LocalRequest(str(run.path), [], {}, [], [], True)).number == 0
+
+
+def test_a_first_attempt_that_begins_on_its_second_try_still_records_its_submission(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command, which saw the attempt's folder, left the record to it."""
+    run = RunDir(tmp_path / "run")
+    write_json(run.job, {"pending": "local"})
+
+    def fails(run: RunDir) -> int:
+        monkeypatch.undo()
+        if run.attempt(0).exists():
+            write_json(run.job, {"handle": "local://here/run"})
+        raise OSError(errno.EIO, "failed")
+
+    monkeypatch.setattr(RunDir, "first_attempt", fails)
+    Attempt(run, 0).begin(events.AttemptStarted(1))
+    assert [type(event) for event in events.read_events(run)] == [events.Submitted, events.AttemptStarted]
 
 
 def test_storage_that_does_not_come_back_is_not_waited_for_for_ever(
