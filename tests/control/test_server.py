@@ -444,6 +444,22 @@ def test_a_replaced_coordinator_ends_when_it_is_told_to(tmp_path: Path) -> None:
         process.wait()
 
 
+def test_a_machine_stays_excluded_while_storage_hangs_after_another_was_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It could take part in the next round."""
+    monkeypatch.setattr(threads, "_SOON_S", 0.02)
+    coordinator, answers = Cluster(tmp_path, "nodes=3").coordinator, [threading.Event() for _ in range(2)]
+    for node, answer in enumerate(answers):
+        coordinator.records.begin(answer.wait, 20)
+        coordinator.exclude(events.MachineExcluded(f"node{node}", "it failed"), 60)
+    answers[0].set()
+    until(coordinator.run.excluded_hosts)
+    time.sleep(0.2)
+    assert coordinator.excluded.keys() == {"node0", "node1"}
+    answers[1].set()
+
+
 def test_a_replaced_coordinator_outlives_storage_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its launcher started another one, which took over from the newer one: no agent connected to it."""
     monkeypatch.setattr(door, "_LOOK_S", 0.01)
