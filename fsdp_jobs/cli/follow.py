@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import cache
 
@@ -110,7 +111,8 @@ class Follower:
             while True:
                 began = time.monotonic()
                 (row,) = overview.look([self._run]).values()  # before reading the news, which is then complete
-                self._show_news()
+                with suppress(OSError):  # it is in the row
+                    self._show_news()
                 if row.is_over:
                     return row
                 view.show({self._run: row})

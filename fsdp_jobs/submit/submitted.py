@@ -192,10 +192,11 @@ def answers_of(run: RunDir) -> Callable[[Sequence[str]], dict[str, Description]]
     def newest(handles: Sequence[str]) -> dict[str, Description]:
         nonlocal question, asked_at, job, silence
         if question.done():
-            before, job = silence, question.result()
-            silence = job.message if job.state is State.SILENT else ""
-            if silence not in ("", before) and not has_ended(run, job):
-                complain(f"{run.name}: {silence}", "yellow")
+            with suppress(OSError):  # until the run directory can be read, the answer before counts
+                before, job = silence, question.result()
+                silence = job.message if job.state is State.SILENT else ""
+                if silence not in ("", before) and not has_ended(run, job):
+                    complain(f"{run.name}: {silence}", "yellow")
             if time.monotonic() - asked_at > _ASK_EVERY_S:
                 question, asked_at = in_thread(lambda: job_of(run)), time.monotonic()
         return dict.fromkeys(handles, job)

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from threading import Timer
@@ -31,6 +32,7 @@ from fsdp_jobs.run.verdict import KILLED
 from fsdp_jobs.submit import submitted
 from fsdp_jobs.submit.overview import RunSummary
 from tests.jobs import ROOT, called, cli, environment
+from tests.nfs import away
 from tests.recorded import recorded_run
 
 _PROGRAM = """
@@ -104,6 +106,27 @@ def test_whoever_follows_a_job_reads_its_end_as_slurm_told_it_before_it_forgot_t
     monkeypatch.setattr(follow, "VERDICT_S", 0.5)
     row = Follower(run).follow(submitted.answers_of(run))
     assert (row.state, row.reason) == ("failed", "7 is NODE_FAIL")
+
+
+def test_whoever_follows_a_job_is_not_left_by_storage_that_fails_for_a_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = recorded_run(tmp_path / "runs", "killed")
+    *begun, _ = run.events.read_text().splitlines(keepends=True)
+    run.events.write_text("".join(begun))
+    write_json(run.job, run.read_job() | {"handle": "local_fsdp://here/killed-1"})
+    running = Description(State.RUNNING)
+    monkeypatch.setattr(submitted, "_described", lambda _, handles: dict.fromkeys(handles, running))
+    monkeypatch.setattr(submitted, "_ASK_EVERY_S", 0)
+
+    def fail_for_a_moment() -> None:
+        with away(run.path):
+            time.sleep(1)
+        KILLED.close(run, 0)
+
+    ask = submitted.answers_of(run)
+    Timer(0.5, fail_for_a_moment).start()
+    assert Follower(run).follow(ask).reason == KILLED.reason
 
 
 @pytest.mark.parametrize(("args", "code"), [(["wait"], 75), (["status", "--watch"], 0)])
