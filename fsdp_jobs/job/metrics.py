@@ -24,6 +24,7 @@ from fsdp_jobs.plan.shapes import llama_shape
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.events import LossSpike, append_lines, record
 from fsdp_jobs.run.goodput import StepClock
+from fsdp_jobs.run.term import job_time
 from fsdp_jobs.run.threads import Background
 
 _REST_S = 60.0  # between two attempts to write for TensorBoard
@@ -77,6 +78,11 @@ class MetricsLog:
         rounded = {k: v if isinstance(v, int) else float(f"{v:.9g}") for k, v in line.items()}
         sums = self.steps.add(step, done_at, seconds, values["checkpoint_stall_s"], values.pop("snapshot_s", 0.0))
         rounded |= {k: round(v, 4) for k, v in sums.items()}
+        if self.rests_until < math.inf:
+            with suppress(
+                Exception
+            ):  # here, because a process that is forked meanwhile keeps locks of a thread's imports
+                importlib.import_module("torch.utils.tensorboard")  # takes 0.7 s: not before the first step
         self.unwritten.append((done_at, rounded))
         self.writer.begin(self._write)
 
@@ -94,7 +100,7 @@ class MetricsLog:
             return
         try:
             if self.tensorboard is None:
-                from torch.utils.tensorboard import SummaryWriter  # takes 0.7 s: not before the first step
+                from torch.utils.tensorboard import SummaryWriter
 
                 self.tensorboard = SummaryWriter(str(self.run.tensorboard), purge_step=step)
             for name, value in values.items():
@@ -111,7 +117,7 @@ class MetricsLog:
         if self.spike and len(self.losses) >= 20:
             mean, deviation = statistics.fmean(self.losses), statistics.stdev(self.losses)
             if loss > mean + self.spike * deviation > mean:
-                spike = LossSpike(step, loss, mean, (loss - mean) / deviation)
+                spike = LossSpike(step, loss, mean, (loss - mean) / deviation, time=job_time())
                 self.writer.begin(record, self.run, self.attempt, spike)
         self.losses.append(loss)
 

@@ -68,7 +68,11 @@ class Background:
     def begin(self, work: Callable[..., _Answer], *args: Any, **details: Any) -> Future[_Answer]:
         """Let the thread do this next; short work is done on return, if the thread has nothing else to do."""
         is_free = self._newest is None or self._newest.done()
-        self._newest = begun = self._thread.submit(work, *args, **details)
+        try:
+            self._newest = begun = self._thread.submit(work, *args, **details)
+        except RuntimeError:  # in functions of atexit threads begin nothing more
+            begun = Future()
+            begun.set_result(work(*args, **details))
         if is_free:
             wait([begun], _SOON_S)
         return begun

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from fsdp_jobs.run.tail import read_json_lines
 from fsdp_jobs.run.threads import in_thread, wait_until
 from fsdp_jobs.train import trainer
 from tests.checkpoints.saving import fill, save_steps, trained, value_of
+from tests.jobs import ROOT
 from tests.world import events_of, run_world, train_here
 
 pytestmark = pytest.mark.integration
@@ -153,6 +155,15 @@ def test_steps_go_on_while_the_file_system_hangs_and_their_lines_follow(tmp_path
         assert not metrics.read_text()
     run.result()
     assert [line["step"] for line in read_json_lines(metrics)] == [*range(1, 60)]
+
+
+def test_a_program_may_log_its_last_step_in_a_function_of_atexit(tmp_path: Path) -> None:
+    store = "store=dist.HashStore(), rank=0, world_size=1"
+    world = f"import torch.distributed as dist; dist.init_process_group('gloo', {store})"
+    ends = f"import atexit; from tests.train.test_finite import _repeat; atexit.register(_repeat, {str(tmp_path)!r})"
+    done = subprocess.run([sys.executable, "-c", f"{world}; {ends}"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "Error" not in done.stderr, done.stderr
+    assert [line["step"] for line in read_json_lines(RunDir(tmp_path).metrics)] == [1, 2, 3, 4, 3, 4]
 
 
 def test_tensorboard_shows_a_repeated_step_once(tmp_path: Path) -> None:
