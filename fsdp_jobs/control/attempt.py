@@ -168,9 +168,12 @@ class Attempt:
             self.run.exclude(found.host, for_s, found.why)
         except (BadInput, OSError) as e:  # the user edits the file, or the disk is full
             self.warn(f"{found.host} cannot be excluded: {e}")
-            self.excluded = self.run.excluded_hosts()
         else:
             self._write(found)
+        if found.host not in self.run.excluded_hosts():
+            others = dict(self.excluded)  # the loop may be reading that one
+            others.pop(found.host, None)
+            self.excluded = others
 
     def break_round(self, why: str, now: float, since: float | None = None) -> None:
         """End the running round, which failed at `since`: agents stop their ranks and become ready again."""
