@@ -149,7 +149,7 @@ def find_checkpoints(checkpoints: Path) -> list[Path]:
     """Return the committed checkpoints, newest step first.
 
     Raises:
-        OSError: the folder exists and cannot be listed: `glob` would find nothing there, and `exists` may say no.
+        OSError: the folder exists and cannot be listed: `glob` would find nothing there.
     """
     folders = list[Path]()
     if is_object_store(checkpoints):

@@ -79,9 +79,8 @@ class MetricsLog:
         sums = self.steps.add(step, done_at, seconds, values["checkpoint_stall_s"], values.pop("snapshot_s", 0.0))
         rounded |= {k: round(v, 4) for k, v in sums.items()}
         if self.rests_until < math.inf:
-            with suppress(
-                Exception
-            ):  # here, because a process that is forked meanwhile keeps locks of a thread's imports
+            # Not in the thread: a process that is forked meanwhile would keep the locks of its imports.
+            with suppress(Exception):  # `_draw` tells of it
                 importlib.import_module("torch.utils.tensorboard")  # takes 0.7 s: not before the first step
         self.unwritten.append((done_at, rounded))
         self.writer.begin(self._write)

@@ -86,18 +86,18 @@ def as_written(path: Path | str) -> Path:
     return (Path.cwd() / path).resolve() if ".." in Path(path).parts else Path.cwd() / path
 
 
-def is_there(path: Path) -> bool:
-    """Whether a file exists; False if its storage does not answer, where `exists` raises before Python 3.14."""
-    with suppress(OSError):
-        return path.exists()
-    return False
-
-
 def exists(path: Path) -> bool:
     """Whether a file exists. Raises errors of its storage, for which `Path.exists` says no since Python 3.14."""
     with suppress(FileNotFoundError, NotADirectoryError):
         path.stat()
         return True
+    return False
+
+
+def is_there(path: Path) -> bool:
+    """Whether a file exists; False if its storage does not answer."""
+    with suppress(OSError):
+        return exists(path)
     return False
 
 

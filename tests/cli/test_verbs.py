@@ -81,11 +81,17 @@ def test_habits_of_other_tools_get_the_key_that_is_meant(tmp_path: Path, args: l
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_job_that_another_command_kills_is_followed_until_that_has_recorded_it(tmp_path: Path) -> None:
-    run = recorded_run(tmp_path / "runs", "killed")
+def _without_an_end(folder: Path, name: str) -> RunDir:
+    """Record a run up to its end, whose launcher knows it as NAME-1."""
+    run = recorded_run(folder, name)
     *begun, _ = run.events.read_text().splitlines(keepends=True)
     run.events.write_text("".join(begun))
-    write_json(run.job, run.read_job() | {"handle": "local_fsdp://here/killed-1"})
+    write_json(run.job, run.read_job() | {"handle": f"local_fsdp://here/{name}-1"})
+    return run
+
+
+def test_a_job_that_another_command_kills_is_followed_until_that_has_recorded_it(tmp_path: Path) -> None:
+    run = _without_an_end(tmp_path / "runs", "killed")
     Timer(0.5, KILLED.close, (run, 0)).start()
     row = Follower(run).follow(lambda handles: dict.fromkeys(handles, Description(State.FAILED)))
     assert (row.state, row.reason) == ("stopped", KILLED.reason)
@@ -94,10 +100,7 @@ def test_a_job_that_another_command_kills_is_followed_until_that_has_recorded_it
 def test_whoever_follows_a_job_reads_its_end_as_slurm_told_it_before_it_forgot_the_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = recorded_run(tmp_path / "runs", "lost")
-    *begun, _ = run.events.read_text().splitlines(keepends=True)
-    run.events.write_text("".join(begun))
-    write_json(run.job, run.read_job() | {"handle": "local_fsdp://here/lost-1"})
+    run = _without_an_end(tmp_path / "runs", "lost")
     answers = itertools.chain(
         [Description(State.FAILED, "7 is NODE_FAIL")], itertools.repeat(Description(State.UNKNOWN))
     )
@@ -111,10 +114,7 @@ def test_whoever_follows_a_job_reads_its_end_as_slurm_told_it_before_it_forgot_t
 def test_whoever_follows_a_job_is_not_left_by_storage_that_fails_for_a_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = recorded_run(tmp_path / "runs", "killed")
-    *begun, _ = run.events.read_text().splitlines(keepends=True)
-    run.events.write_text("".join(begun))
-    write_json(run.job, run.read_job() | {"handle": "local_fsdp://here/killed-1"})
+    run = _without_an_end(tmp_path / "runs", "killed")
     running = Description(State.RUNNING)
     monkeypatch.setattr(submitted, "_described", lambda _, handles: dict.fromkeys(handles, running))
     monkeypatch.setattr(submitted, "_ASK_EVERY_S", 0)
@@ -137,10 +137,7 @@ def test_a_job_that_another_command_kills_is_waited_for_until_that_has_recorded_
     args: list[str],
     code: int,
 ) -> None:
-    run = recorded_run(tmp_path, "killed")
-    *begun, _ = run.events.read_text().splitlines(keepends=True)
-    run.events.write_text("".join(begun))
-    write_json(run.job, run.read_job() | {"handle": "local_fsdp://here/killed-1"})
+    run = _without_an_end(tmp_path, "killed")
     gone = Description(State.FAILED)
     monkeypatch.setattr(submitted, "_described", lambda _, handles: dict.fromkeys(handles, gone))
     Timer(0.5, KILLED.close, (run, 0)).start()
