@@ -47,7 +47,6 @@ class LocalDisks:
 
     def __init__(self, folder: Path, ranks: Ranks):
         self.folder, self.ranks = folder, ranks
-        self.leads = os.environ["LOCAL_RANK"] == "0"
         copying = dist.new_group(backend="gloo", timeout=_SLOWEST_COPY)  # for the uploading threads
         self._copying = _DistWrapper(copying, use_dist=True, coordinator_rank=0)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="upload")
@@ -93,7 +92,7 @@ class LocalDisks:
 
     def tidy(self, newest: Path) -> None:
         """Remove old steps from this node's disk; `newest`, whatever the clock says, and the one being copied stay."""
-        if not self.leads:
+        if not self.ranks.leads:
             return
         uploading = self._upload[0].shards if self._upload is not None else None
         with suppress(OSError):  # the next save tries again
@@ -110,7 +109,7 @@ class LocalTier(Tier):
     """The steps that the nodes' disks hold together."""
 
     def __init__(self, disks: LocalDisks, storage: SharedStorage):
-        self.folder, self.leads, self.ranks, self.storage = disks.folder, disks.leads, disks.ranks, storage
+        self.folder, self.ranks, self.storage = disks.folder, disks.ranks, storage
         self._offered: tuple[str, str] | None = None  # a checkpoint, and the file that lists its shards
         self._lacking: set[str] = set()  # checkpoints with shards missing on these disks
 
@@ -157,13 +156,11 @@ class LocalTier(Tier):
         `contents`: compare checksums as well as sizes.
         """
         shards = {name: file for name, file in manifest.files.items() if name.endswith(".distcp")}
-        best = self._best(manifest.step, shards, contents) if self.leads else None
-        by_rank = self.ranks.gather((self.ranks.node, best))
-        self._leaders = {node: rank for rank, (node, found) in enumerate(by_rank) if found is not None}
-        self._held: dict[int, set[str]] = {rank: by_rank[rank][1][1] for rank in self._leaders.values()}
+        by_rank = self.ranks.gather(self._best(manifest.step, shards, contents) if self.ranks.leads else None)
+        self._held: dict[int, set[str]] = {rank: best[1] for rank, best in enumerate(by_rank) if best is not None}
         if set().union(*self._held.values()) != shards.keys():
             return None
-        folder: Path = by_rank[self._leaders[self.ranks.node]][1][0]
+        folder: Path = by_rank[self.ranks.leader][0]
         return folder
 
     def _best(self, step: int, shards: dict[str, FileSums], contents: bool) -> tuple[Path, set[str]]:
@@ -183,7 +180,7 @@ class LocalTier(Tier):
         stored = metadata.storage_data
         assert stored is not None
         wanted = {stored[item.storage_index].relative_path for item in planner.create_local_plan().items}
-        fetch_files(self.ranks, self._leaders[self.ranks.node], self._held, wanted, folder, folder)
+        fetch_files(self.ranks, self._held, wanted, folder, folder)
 
 
 def _copy_checked(source: Path, target: Path, expected: FileSums) -> None:

@@ -19,14 +19,11 @@ class CannotKeep(Exception):
     """A node cannot read a file that others need, or has no room for one it received."""
 
 
-def fetch_files(
-    ranks: Ranks, leader: int, held: Mapping[int, Set[str]], wanted: Set[str], folder: Path, into: Path
-) -> int:
+def fetch_files(ranks: Ranks, held: Mapping[int, Set[str]], wanted: Set[str], folder: Path, into: Path) -> int:
     """All ranks: fetch the files that this rank's node needs and lacks. Returns the bytes from other nodes.
 
     Args:
-        leader: the rank that receives for this rank's node.
-        held: leader -> names of the files in its `folder`; the same on every rank.
+        held: a node's leader, which sends and receives -> names of the files in its `folder`; the same on every rank.
         wanted: names of the files that this rank needs, each held by some node.
         into: the folder for files from other nodes.
 
@@ -35,7 +32,7 @@ def fetch_files(
     """
     came, wrong = 0, ""
     source_of = {name: rank for rank in sorted(held, reverse=True) for name in held[rank]}
-    by_rank = ranks.gather((leader, wanted - held.get(leader, set())))
+    by_rank = ranks.gather((ranks.leader, wanted - held.get(ranks.leader, set())))
     for name, target in sorted({(name, leader) for leader, names in by_rank for name in names}):
         source = source_of[name]
         if ranks.rank == source:

@@ -34,8 +34,11 @@ class Ranks:
         self.group = group
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.node = os.environ.get("GROUP_RANK", socket.gethostname())
-        cores, here = len(os.sched_getaffinity(0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        self.threads = min(_MOST_THREADS, max(1, cores // here))  # that one rank restores with
+        self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        self.local_world = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        self.leader = self.rank - self.local_rank  # the first rank of this node
+        self.leads = self.local_rank == 0
+        self.threads = min(_MOST_THREADS, max(1, len(os.sched_getaffinity(0)) // self.local_world))  # to restore with
 
     def gather(self, own: Any) -> list[Any]:
         """Return every rank's `own`, by rank."""

@@ -70,7 +70,7 @@ def test_a_clock_that_goes_back_removes_no_newest_step(tmp_path: Path) -> None:
     for folder, ahead_s in zip(folders, (3600, 3601, 0), strict=True):
         folder.mkdir()
         os.utime(folder, (time.time() + ahead_s,) * 2)
-    disks = SimpleNamespace(leads=True, _upload=None, folder=tmp_path)
+    disks = SimpleNamespace(ranks=SimpleNamespace(leads=True), _upload=None, folder=tmp_path)
     local_disks.LocalDisks.tidy(disks, folders[-1])  # type: ignore[arg-type]
     assert [folder.exists() for folder in folders] == [False, True, True]
 

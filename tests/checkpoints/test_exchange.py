@@ -22,7 +22,7 @@ class Names(frozenset[str]):
 class Bystander:
     """A rank of many that neither sends nor receives."""
 
-    rank, group = -1, None
+    rank, leader, group = -1, 7, None
 
     def __init__(self, wanted: dict[int, set[str]]):
         self.wanted, self.asked = wanted, list[Any]()
@@ -37,6 +37,6 @@ def test_a_file_is_looked_for_once_however_many_nodes_hold_files(tmp_path: Path)
     held = {leader: Names({f"{leader}.data"}) for leader in range(100)}
     wanted = {leader: {f"{(leader + at) % 100}.data" for at in range(1, 20)} for leader in range(100)}
     ranks = Bystander(wanted)
-    fetch_files(cast(Ranks, ranks), 7, held, {"7.data", "8.data"}, tmp_path, tmp_path)
+    fetch_files(cast(Ranks, ranks), held, {"7.data", "8.data"}, tmp_path, tmp_path)
     assert Names.searched == 0
     assert ranks.asked[0] == (7, {"8.data"}), "a node asks for nothing that it holds"

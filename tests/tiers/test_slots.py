@@ -208,6 +208,6 @@ def test_a_rank_wants_only_its_shard_when_replicas_are_lost() -> None:
     found = [Found(1, rank, 0, 5, 8, 2, True, copy, rank // 2 * 2, 40) for rank in range(8) for copy in (False, True)]
     for world, group, expected in ((8, 2, ["1-3-0"]), (6, 2, ["1-3-0"]), (6, 6, ["1-2-0", "1-3-0"])):
         tier = Tier.__new__(Tier)
-        ranks, layout = SimpleNamespace(rank=3, world=world), SimpleNamespace(shard_group=group)
-        vars(tier).update(ranks=ranks, layout=layout, _leader=2)
+        ranks, layout = SimpleNamespace(rank=3, world=world, leader=2), SimpleNamespace(shard_group=group)
+        vars(tier).update(ranks=ranks, layout=layout)
         assert sorted(tier._sources(found)) == expected, "of its own node"

@@ -61,30 +61,28 @@ class Tier(Snapshots):
         """
         ranks = self.ranks
         here, tried = list[Found](), list[int]()
-        if self.leads:
+        if ranks.leads:
             shutil.rmtree(self.folder / _FETCHED, ignore_errors=True)
             here = [Found.of(*one, holder=ranks.rank) for one in snapshots_in(self.folder)]
             with suppress(OSError, ValueError):  # earlier rounds have tried none
                 tried = json.loads((self.folder / _TRIED).read_text())
-        by_rank = ranks.gather((ranks.node, self.leads, here, tried))
-        mates = [rank for rank, (node, *_) in enumerate(by_rank) if node == ranks.node]
-        self._leader = next(rank for rank in mates if by_rank[rank][1])
-        lost = {step for *_, steps in by_rank for step in steps if steps.count(step) >= _TRIES}
+        by_rank = ranks.gather((here, tried))
+        lost = {step for _, steps in by_rank for step in steps if steps.count(step) >= _TRIES}
         lost |= {*passed_over, *self._useless}
         limit = known_here().limit
-        left = {one for _, _, found, _ in by_rank for one in found if one.step not in lost and one.step <= limit}
+        left = {one for found, _ in by_rank for one in found if one.step not in lost and one.step <= limit}
         sound: set[Found] = set()
         while (chosen := newest_complete(left)) and chosen[0].step >= at_least:
             read = {name for names in ranks.gather(self._sources(chosen)) for name in names}
-            held = [one for one in chosen if one.holder == self._leader and one.name in read]
-            mine = [one for one in held if mates[one.rank % len(mates)] == ranks.rank and one not in sound]
+            held = [one for one in chosen if one.holder == ranks.leader and one.name in read]
+            mine = [one for one in held if one.rank % ranks.local_world == ranks.local_rank and one not in sound]
             faults = {one: _faults(self.folder, one, ranks.threads) for one in mine}
             for one, wrong in faults.items():
                 if wrong:
                     print(f"WARNING {one.name} of step {one.step} is damaged, and not used: {wrong[:3]}", flush=True)
             bad = {one for found in ranks.gather([one for one in mine if faults[one]]) for one in found}
             if not bad:
-                if self.leads:
+                if ranks.leads:
                     with suppress(OSError):  # no room: then tries are not counted
                         (self.folder / _TRIED).write_text(json.dumps([*tried, chosen[0].step]))
                 return chosen
@@ -124,11 +122,11 @@ class Tier(Snapshots):
         chosen, held = self._chosen, dict[int, set[str]]()
         for one in chosen:
             held.setdefault(one.holder, set()).update(f"{one.name}.{suffix}" for suffix in ("json", "data", "sums"))
-        fetch = partial(fetch_files, ranks, self._leader, held, folder=self.folder, into=self.folder / _FETCHED)
+        fetch = partial(fetch_files, ranks, held, folder=self.folder, into=self.folder / _FETCHED)
         by_name = {one.name: one for one in chosen}
         sources = self._sources(chosen)
         where = {
-            name: self.folder if f"{name}.data" in held.get(self._leader, ()) else self.folder / _FETCHED
+            name: self.folder if f"{name}.data" in held.get(ranks.leader, ()) else self.folder / _FETCHED
             for name in sources
         }
         came = fetch(wanted={f"{name}.json" for name in sources})
@@ -154,7 +152,7 @@ class Tier(Snapshots):
             wrong += self._wrong_with(parts, places, state, several)
             by_rank = ranks.gather((came, wrong[:3]))
             if faults := [fault for _, of_rank in by_rank for fault in of_rank]:
-                if self.leads:
+                if ranks.leads:
                     print(f"WARNING the snapshot of step {chosen[0].step} is not used: {faults[:3]}", flush=True)
                 return None
             targets = [planner.resolve_tensor(item).detach() for item in items]
@@ -180,7 +178,7 @@ class Tier(Snapshots):
 
     def forget(self, loaded: bool) -> None:
         self.step = self._chosen[0].step if loaded else -1
-        if self.leads:
+        if self.ranks.leads:
             self._thread.submit(self._forget, {one.name for one in self._chosen})  # gigabytes; before the next snapshot
 
     def _forget(self, but: Collection[str]) -> None:
@@ -191,7 +189,7 @@ class Tier(Snapshots):
     def _sources(self, chosen: list[Found]) -> list[str]:
         """Name the snapshots that hold this rank's state, preferred ones first."""
         rank, like = self.ranks.rank, chosen[0]
-        preferred = sorted(chosen, key=lambda one: (not one.is_whole, one.holder != self._leader, one.is_copy))
+        preferred = sorted(chosen, key=lambda one: (not one.is_whole, one.holder != self.ranks.leader, one.is_copy))
         own = [one for one in preferred if like.world_size == self.ranks.world and one.rank == rank][:1]
         shards = dict[int, Found]()
         for one in preferred:

@@ -55,8 +55,7 @@ class Snapshots(SnapshotTier):
         self.every_steps = checkpoints.config.memory.every_steps
         self.log_every_steps = checkpoints.job.log_every_steps
         self.term = int(os.environ[TERM_ENV])
-        self.leads = os.environ["LOCAL_RANK"] == "0"
-        is_one_node = self.ranks.world == int(os.environ["LOCAL_WORLD_SIZE"])
+        is_one_node = self.ranks.world == self.ranks.local_world
         self._has_replica = self.layout.replicas > 1 and not is_one_node  # on another node
         self._group = dist.new_group(backend="gloo")  # keeps votes apart from the collectives of saves
         self._ballot = torch.zeros(2, dtype=torch.int32, device="cpu")  # a vote, and 1 if the newest was withdrawn
@@ -127,7 +126,7 @@ class Snapshots(SnapshotTier):
             return
         begin = time.perf_counter()
         if not is_lost:  # else it was withdrawn, and its slots are free on all ranks
-            if self._snapshots and self.leads:
+            if self._snapshots and self.ranks.leads:
                 forget_before(self.folder, self.term)  # every node has a snapshot of this round
             self._number = 1 - self._number
             if self.step < 0 <= self._snapshot_step and self.ranks.rank == 0:
