@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -13,39 +12,30 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner
+from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.tensor import DTensor
 
-from fsdp_jobs.checkpoints.state import State, parameter_of
+from fsdp_jobs.checkpoints.state import LiveState, State, parameter_of
 from fsdp_jobs.checkpoints.storage import CommittingWriter, SaveRequest
-from fsdp_jobs.checkpoints.tensors import Unchanged, is_as_planned
+from fsdp_jobs.checkpoints.tensors import is_as_planned
 from fsdp_jobs.config.keys import AUTO
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.run.table import listed
 
 
 class _Stager(DefaultStager):
-    """A stager for many saves; torch 2.11's own empties its table of copiers after each one.
-
-    It hands the writer the tensors that changed during the copy, before the writer may go to DCP's process.
-    """
-
-    watched: tuple[Unchanged, CommittingWriter] | None = None
+    """A stager for many saves; torch 2.11's own empties its table of copiers after each one."""
 
     def _stage(self, state_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
         if not self._state_dict_stager._deepcopy_dispatch:
             options = self._config
             self._state_dict_stager = StateDictStager(options.use_pinned_memory, options.use_shared_memory)
-        staged = super()._stage(state_dict, **kwargs)
-        if self.watched is not None:
-            (unchanged, writer), self.watched = self.watched, None
-            writer.changed = unchanged.changed()
-        return staged
+        return super()._stage(state_dict, **kwargs)
 
 
 class _Planner(DefaultSavePlanner):
@@ -104,52 +94,30 @@ class Saver:
         self._planner, self._group = _Planner(layout), group
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
 
-    def save(self, request: SaveRequest, state: State, block: bool) -> tuple[Future[Any] | None, Future[Any]]:
-        """Write a state or, without `block`, begin to. Returns futures: the state may change; all is written.
+    def save(self, request: SaveRequest, state: State, block: bool) -> tuple[Future[Any], Future[Any]]:
+        """Begin to write a state. Returns futures: the state may change, if it is copied; all is written.
 
-        The first is None if nothing copies the state.
-
-        Raises:
-            TypeError: a value is neither plain nor a tensor; without `block`, the first future raises it.
+        It is written without a copy with `block`, and if `checkpoint.async_mode` is off. The first future raises
+        TypeError for a value that is neither plain nor a tensor.
         """
-        tensors, objects = state.to_save()
-        if not block and self.mode != "off":  # starts its thread last, which may wait for the GIL
-            pack = partial(state.packed, copy.deepcopy(objects))
-            ready = torch.cuda.current_stream().record_event() if self._device.type == "cuda" else None
-            staged = self._thread.submit(self._stage, request, tensors, pack, ready, Unchanged(tensors))
-            return staged, self._thread.submit(lambda: staged.result()())
-        whole, written = tensors | state.packed(objects), Future[Any]()
-        try:
-            dcp.save(whole, **self._how(request))
-            written.set_result(None)
-        except (Exception, CheckpointException) as e:  # the second is not an Exception
-            written.set_exception(e)
-        return None, written
+        copies = not block and self.mode != "off"
+        staged = self._thread.submit(self._stage, request, LiveState(state), copies)  # may wait for the GIL
+        return staged, self._thread.submit(lambda: staged.result()())
 
-    def _how(self, request: SaveRequest) -> dict[str, Any]:
-        return {"storage_writer": CommittingWriter(request), "planner": self._planner, "process_group": self._group}
-
-    def _stage(
-        self,
-        request: SaveRequest,
-        tensors: dict[str, Tensor],
-        pack: Callable[[], dict[str, Tensor]],
-        ready: torch.cuda.Event | None,
-        unchanged: Unchanged,
-    ) -> Callable[[], object]:
-        """In a thread: copy the state once it is `ready`. Returns a function that writes it and holds only it."""
-        if ready is not None:
+    def _stage(self, request: SaveRequest, live: LiveState, copies: bool) -> Callable[[], object]:
+        """In a thread: copy the state once it is ready. Returns a function that writes it and holds only it."""
+        if live.ready is not None:
             torch.cuda.set_device(self._device)  # of this thread
-            ready.synchronize()  # the stager copies on a stream of its own
-        state, how = tensors | pack(), self._how(request)
-        self.stager.watched = unchanged, how["storage_writer"]
-        if self.mode == "process":
+            live.ready.synchronize()  # the stager copies on a stream of its own
+        state, writer = live.parts(), CommittingWriter(request)
+        if copies:
+            state = cast("Future[dict[str, Tensor]]", self.stager.stage(state)).result()
+            writer.changed = live.changed()
+        how: dict[str, Any] = {"storage_writer": writer, "planner": self._planner, "process_group": self._group}
+        if copies and self.mode == "process":
             kind = AsyncCheckpointerType.PROCESS
-            response = dcp.async_save(state, **how, async_checkpointer_type=kind, async_stager=self.stager)
-            assert isinstance(response, AsyncSaveResponse)
-            response.staging_completion.result()
-            return response.upload_completion.result
-        return partial(dcp.save, cast("Future[dict[str, Tensor]]", self.stager.stage(state)).result(), **how)
+            return cast("Future[Any]", dcp.async_save(state, **how, async_checkpointer_type=kind)).result
+        return partial(dcp.save, state, **how)
 
     def close(self) -> None:
         """Wait for the last save, and release resources."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import random
 from collections.abc import Callable, Iterable, Mapping
@@ -148,7 +149,7 @@ class State:
         return self._fqns[name]
 
     def to_save(self) -> Parts:
-        """Return all that a checkpoint holds: tensors, and by name the objects that are still to be `packed`.
+        """Return all that a checkpoint holds: tensors, and by name the objects, which are still to be packed.
 
         The tensors are live: an update changes them. Buffers are copies, because the next forward may change them. An
         optimizer that has made no update has no state; creating it would count as one.
@@ -156,14 +157,6 @@ class State:
         tensors, values = self._live()
         tensors |= {name: tensors[name].clone() for name in self.buffers & tensors.keys()}
         return tensors, {_VALUES: values, **{name: o.state_dict() for name, o in (self.others | self.random).items()}}
-
-    def packed(self, objects: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Return a tensor of bytes for each object.
-
-        Raises:
-            TypeError: a value is neither plain nor a tensor.
-        """
-        return {name: _packed(name, value) for name, value in objects.items()}
 
     def to_load(self, metadata: Metadata, checkpoint: str, same_world: bool) -> dict[str, Tensor]:
         """Return the tensors to load a checkpoint into; random states only if the number of ranks is the same.
@@ -272,6 +265,35 @@ class State:
             if of_parameter := {n.removeprefix(prefix): v for n, v in values.items() if n.startswith(prefix)}:
                 here = {keys.get(name, name): value for name, value in of_parameter.items()}
                 self.optimizer.state[parameter].update(here)
+
+
+class LiveState:
+    """The state after a step, which a thread copies before the next update changes it."""
+
+    def __init__(self, state: State):
+        self.tensors, objects = state.to_save()
+        self._objects = copy.deepcopy(objects)
+        self._versions = {name: _version(tensor) for name, tensor in self.tensors.items() if not tensor.is_inference()}
+        self.ready = torch.cuda.current_stream().record_event() if state.device.type == "cuda" else None
+
+    def parts(self) -> dict[str, Tensor]:
+        """Return all of it as tensors by name.
+
+        Raises:
+            TypeError: a value is neither plain nor a tensor.
+        """
+        return self.tensors | {name: _packed(name, value) for name, value in self._objects.items()}
+
+    def changed(self) -> list[str]:
+        """Name the tensors that have changed since this was made, by autograd's version counters.
+
+        Changes that bypass the counters, such as `p.data.mul_` and foreach operations on DTensors, are not detected.
+        """
+        return [name for name, version in self._versions.items() if _version(self.tensors[name]) != version]
+
+
+def _version(tensor: Tensor) -> tuple[int, int]:
+    return tensor._version, tensor._local_tensor._version if isinstance(tensor, DTensor) else 0
 
 
 class Hyperparameters:

@@ -200,6 +200,10 @@ class CommittingWriter(FileSystemWriter):
         written.value().append(WriteResult(_REPORT, 0, (self.fs.sums, wrong)))
         return written
 
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return the state itself: it has been copied."""
+        return state_dict
+
     def storage_meta(self) -> StorageMeta:
         return StorageMeta(checkpoint_id=str(self.path), save_id=self.save_id)  # no path object: it is unpickled
 

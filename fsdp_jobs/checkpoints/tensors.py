@@ -60,21 +60,3 @@ def hexadecimal(sums: Mapping[str, Tensor]) -> dict[str, str]:
     """Return checksums on one device as text; they are copied from there together."""
     values = torch.stack([*sums.values()]).tolist()
     return {name: f"{value:x}" for name, value in zip(sums, values, strict=True)}
-
-
-class Unchanged:
-    """Detects tensors that change while they are copied, by autograd's version counters.
-
-    Changes that bypass the counters, such as `p.data.mul_` and foreach operations on DTensors, are not detected.
-    """
-
-    def __init__(self, tensors: Mapping[str, Tensor]):
-        self._seen = {name: (tensor, _changes(tensor)) for name, tensor in tensors.items() if not tensor.is_inference()}
-
-    def changed(self) -> list[str]:
-        """Name the tensors that have changed since this was made."""
-        return [name for name, (tensor, count) in self._seen.items() if _changes(tensor) != count]
-
-
-def _changes(tensor: Tensor) -> tuple[int, int]:
-    return tensor._version, tensor._local_tensor._version if isinstance(tensor, DTensor) else 0

@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_jobs.checkpoints.checkpointer import Checkpointer
-from fsdp_jobs.checkpoints.state import RANDOM
-from fsdp_jobs.checkpoints.tensors import CHANGED, Unchanged, is_as_planned, local
+from fsdp_jobs.checkpoints.state import RANDOM, LiveState
+from fsdp_jobs.checkpoints.tensors import CHANGED, is_as_planned, local
 from fsdp_jobs.checkpoints.tiers import SnapshotTier
 from fsdp_jobs.config.keys import AUTO
 from fsdp_jobs.run import events
@@ -132,10 +132,10 @@ class Snapshots(SnapshotTier):
             if self.step < 0 <= self._snapshot_step and self.ranks.rank == 0:
                 events.record(self.run, self._attempt, events.SnapshotsBegun(self._snapshot_step))
             self.step = self._snapshot_step
-        tensors, objects = self.state.to_save()
+        live = LiveState(self.state)
         slot = self._newest = self._slot(self._number)
         with torch.no_grad():  # else each `to_local` is recorded, which takes 20 times as long
-            size = sum(local(tensor).nbytes for tensor in tensors.values())
+            size = sum(local(tensor).nbytes for tensor in live.tensors.values())
         has_room = len(self._maps) == 2 and min(map(len, self._maps.values())) >= size
         if size > _AT_ONCE and step != known_here().replayed and not has_room:
             self._thread.submit(self._make_room, slot, step, size)
@@ -143,10 +143,7 @@ class Snapshots(SnapshotTier):
         self._snapshot_step = step
         mine = self.term, self.ranks.rank, self._number
         about = partial(Snapshot, *mine, step, samples, self.ranks.world, stream=copy.deepcopy(stream))
-        updated = torch.cuda.current_stream().record_event() if self._stream is not None else None
-        unchanged = Unchanged(tensors)
-        args = (about, tensors, copy.deepcopy(objects), updated, unchanged, record)
-        self._copying = self._thread.submit(self._copy, slot, *args)
+        self._copying = self._thread.submit(self._copy, slot, about, live, record)
         self._snapshots += 1
         self._since, self._cost_s, self._taken_s = time.monotonic(), time.perf_counter() - begin, 0.0
         if self._copies_first:
@@ -174,32 +171,29 @@ class Snapshots(SnapshotTier):
         self,
         slot: Slot,
         about: Callable[[int, list[Entry]], Snapshot],
-        tensors: dict[str, Tensor],
-        objects: dict[str, Any],
-        updated: torch.cuda.Event | None,
-        unchanged: Unchanged,
+        live: LiveState,
         record: Callable[[], None],
     ) -> None:
-        """In a thread: fill the slot, and publish it. On a GPU the copy follows the event `updated`.
+        """In a thread: fill the slot, and publish it.
 
         If it does not fit, this round takes no further snapshots, and training continues.
         """
         slot.withdraw()
-        parts = tensors | self.state.packed(objects)
-        is_plans = all(is_as_planned(tensor, self.layout) for tensor in tensors.values())
+        parts = live.parts()
+        is_plans = all(is_as_planned(tensor, self.layout) for tensor in live.tensors.values())
         has_replica = self._has_replica and is_plans
-        same = tensors.keys() - self.state.buffers if is_plans and self.layout.replicas > 1 else ()
+        same = live.tensors.keys() - self.state.buffers if is_plans and self.layout.replicas > 1 else ()
         entries = [
             entry_of(name, part, not has_replica or name.startswith(RANDOM), name in same)
             for name, part in parts.items()
         ]
         snapshot = about(self.layout.shard_group if is_plans else self.ranks.world, entries).placed()
         try:
-            self._fill(self._map(slot, snapshot.slot, snapshot.size), snapshot, list(parts.values()), updated)
+            self._fill(self._map(slot, snapshot.slot, snapshot.size), snapshot, list(parts.values()), live.ready)
         except (OSError, RuntimeError) as e:
             self._give_up(snapshot.step, snapshot.size, e)
             return
-        if changed := unchanged.changed():
+        if changed := live.changed():
             self._copies_first = True
             slot.copied.touch()  # but not published: all ranks treat it as withdrawn
             self.tell(snapshot.step, f"no snapshot of step {snapshot.step}: {CHANGED.format(listed(changed, 3))}")
@@ -220,12 +214,12 @@ class Snapshots(SnapshotTier):
             "memory, enlarge /dev/shm, or set checkpoint.memory.every_steps=0.",
         )
 
-    def _fill(self, data: mmap, snapshot: Snapshot, parts: list[Tensor], updated: torch.cuda.Event | None) -> None:
-        """Copy tensors to their places in the snapshot."""
+    def _fill(self, data: mmap, snapshot: Snapshot, parts: list[Tensor], ready: torch.cuda.Event | None) -> None:
+        """Copy tensors to their places in the snapshot, on a GPU once they are ready."""
         filled = [(entry, part) for entry, part in zip(snapshot.entries, parts, strict=True) if entry.bytes]
         with torch.cuda.stream(self._stream):  # does nothing for None
-            if updated is not None:
-                updated.wait()
+            if ready is not None:
+                ready.wait()
             copies = [(view(data, entry), local(part), entry.begin) for entry, part in filled]
             pairs = [pair for copied in copies for pair in _cut(*copied)]
             torch._foreach_copy_([to for to, _ in pairs], [part for _, part in pairs], non_blocking=True)
