@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import DefaultLoadPlanner
 
 from fsdp_jobs.checkpoints.exchange import CannotKeep, fetch_files
@@ -26,7 +27,7 @@ from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.tail import lacks_line
 from fsdp_jobs.tiers.memory.slots import COPIES, Found, Slot, forget_before, lost_shards, newest_complete, snapshots_in
 from fsdp_jobs.tiers.memory.snapshots import Snapshots
-from fsdp_jobs.tiers.memory.tensors import Place, mapped, metadata_of, part_of
+from fsdp_jobs.tiers.memory.tensors import Place, mapped, metadata_of, view
 
 _PIECE = 1 << 24  # elements copied at once
 _TRIES = 3  # rounds that may die while they load a step; then it is not tried again
@@ -147,7 +148,10 @@ class Tier(Snapshots):
         fetched = [by_name[name] for name in read if where[name] != self.folder]
         wrong = [fault for one in fetched for fault in _faults(self.folder / _FETCHED, one, ranks.threads)]
         maps = {name: mapped(where[name] / f"{name}.data") for name in read}
-        parts = [part_of(maps[name], entry, item) for item, (name, entry) in zip(items, places, strict=True)]
+        parts = [
+            narrow_tensor_by_index(view(maps[name], entry), item.storage_offsets, item.lengths)
+            for item, (name, entry) in zip(items, places, strict=True)
+        ]
         with ThreadPoolExecutor(ranks.threads, initializer=self._use_device) as several:
             wrong += self._wrong_with(parts, places, state, several)
             by_rank = ranks.gather((came, wrong[:3]))

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
-from mmap import mmap
 from pathlib import Path
 from typing import Any, Self
 
@@ -33,7 +32,7 @@ from fsdp_jobs.run.agreement import known_here
 from fsdp_jobs.run.env import MEMORY_ENV, TERM_ENV
 from fsdp_jobs.run.table import listed
 from fsdp_jobs.tiers.memory.slots import Entry, Slot, Snapshot, forget_before
-from fsdp_jobs.tiers.memory.tensors import address_of, entry_of, view
+from fsdp_jobs.tiers.memory.tensors import entry_of, view
 
 _DUE, _BUSY = 1, 2  # votes; the highest wins
 _AUTO_COST = 0.01  # share of training time that snapshots may take
@@ -63,7 +62,7 @@ class Snapshots(SnapshotTier):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot", initializer=self._use_device)
         self._copying: Future[None] | None = None
         self._stream = torch.cuda.Stream(self.state.device) if self.state.device.type == "cuda" else None
-        self._maps: dict[int, mmap] = {}  # slot -> its data
+        self._maps: dict[int, Tensor] = {}  # slot -> its data, as bytes
         self._closing = threading.Event()
         self._newest: Slot | None = None
         self._snapshots = 0  # in this round
@@ -214,7 +213,7 @@ class Snapshots(SnapshotTier):
             "memory, enlarge /dev/shm, or set checkpoint.memory.every_steps=0.",
         )
 
-    def _fill(self, data: mmap, snapshot: Snapshot, parts: list[Tensor], ready: torch.cuda.Event | None) -> None:
+    def _fill(self, data: Tensor, snapshot: Snapshot, parts: list[Tensor], ready: torch.cuda.Event | None) -> None:
         """Copy tensors to their places in the snapshot, on a GPU once they are ready."""
         filled = [(entry, part) for entry, part in zip(snapshot.entries, parts, strict=True) if entry.bytes]
         with torch.cuda.stream(self._stream):  # does nothing for None
@@ -226,7 +225,7 @@ class Snapshots(SnapshotTier):
         if self._stream is not None:
             self._stream.synchronize()
 
-    def _map(self, slot: Slot, number: int, size: int, rest: float = 0.0) -> mmap:
+    def _map(self, slot: Slot, number: int, size: int, rest: float = 0.0) -> Tensor:
         """Map a slot once, and let the GPU write there directly. Its contents stay.
 
         Args:
@@ -240,17 +239,17 @@ class Snapshots(SnapshotTier):
         if data is None or len(data) < size:
             if data is not None and self._stream is not None:
                 for begin in range(0, len(data), _PIECE):
-                    torch.cuda.cudart().cudaHostUnregister(address_of(data) + begin)
-            data = self._maps[number] = slot.map(size + _SLACK)
-            torch.frombuffer(data, dtype=torch.uint8)[::_PAGE].sum()  # makes the kernel map the pages
+                    torch.cuda.cudart().cudaHostUnregister(data.data_ptr() + begin)
+            data = self._maps[number] = torch.frombuffer(slot.map(size + _SLACK), dtype=torch.uint8)
+            data[::_PAGE].sum()  # makes the kernel map the pages
             if self._stream is not None:
                 self._register(data, rest)
         return data
 
-    def _register(self, data: mmap, rest: float) -> None:
+    def _register(self, data: Tensor, rest: float) -> None:
         for begin in range(0, len(data), _PIECE):
             began, length = time.perf_counter(), min(_PIECE, len(data) - begin)
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address_of(data) + begin, length, 0))
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(data.data_ptr() + begin, length, 0))
             if rest and self._closing.wait(rest * (time.perf_counter() - began)):
                 break
 

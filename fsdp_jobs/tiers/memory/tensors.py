@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from mmap import mmap
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -17,7 +14,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -58,23 +54,11 @@ def metadata_of(snapshots: dict[str, Snapshot]) -> Metadata:
     return Metadata(dict(tensors), storage_data=places)
 
 
-def address_of(data: mmap) -> int:
-    """Return a mapped file's address."""
-    return torch.frombuffer(data, dtype=torch.uint8).data_ptr()
+def mapped(file: Path) -> Tensor:
+    """Map a file into memory, as bytes."""
+    return torch.from_file(str(file), shared=True, size=file.stat().st_size, dtype=torch.uint8)
 
 
-def mapped(file: Path) -> mmap:
-    """Map a file into memory."""
-    with file.open("r+b") as f:
-        return mmap(f.fileno(), 0)
-
-
-def view(data: mmap, entry: Entry) -> Tensor:
-    """Return a tensor that shares the mapped file's memory."""
-    kind = getattr(torch, entry.dtype)
-    return torch.frombuffer(data, dtype=kind, count=math.prod(entry.sizes), offset=entry.begin).view(entry.sizes)
-
-
-def part_of(data: mmap, entry: Entry, item: ReadItem) -> Tensor:
-    """Return the part of a snapshot's tensor that an item of DCP's plan reads."""
-    return narrow_tensor_by_index(view(data, entry), item.storage_offsets, item.lengths)
+def view(data: Tensor, entry: Entry) -> Tensor:
+    """Return a tensor that shares the bytes of a snapshot's data."""
+    return data.narrow(0, entry.begin, entry.bytes).view(getattr(torch, entry.dtype)).view(entry.sizes)
