@@ -65,10 +65,9 @@ class Snapshots(SnapshotTier):
         self._maps: dict[int, Tensor] = {}  # slot -> its data, as bytes
         self._closing = threading.Event()
         self._newest: Slot | None = None
-        self._snapshots = 0  # in this round
         self._number = 1  # of the newest one's slot
         self.step = -1  # the newest that all nodes are known to have
-        self._snapshot_step = -1
+        self._snapshot_step = -1  # the newest taken in this round
         self._copies_first = False  # steps wait for copies, because something changed the state during one
         self.done = 0  # steps
         self._since, self._cost_s = time.monotonic(), 0.0  # when the newest snapshot began, and its cost
@@ -107,7 +106,7 @@ class Snapshots(SnapshotTier):
     def _is_due(self) -> bool:
         if self.done < (replayed := known_here().replayed):
             return self.done + 1 == replayed  # no other snapshot may make a rank busy there
-        if not self._snapshots:
+        if self._snapshot_step < 0:
             return True  # at once, to replace the copies of a lost node
         if self.every_steps != AUTO:
             every = int(self.every_steps)
@@ -125,7 +124,7 @@ class Snapshots(SnapshotTier):
             return
         begin = time.perf_counter()
         if not is_lost:  # else it was withdrawn, and its slots are free on all ranks
-            if self._snapshots and self.ranks.leads:
+            if self._snapshot_step >= 0 and self.ranks.leads:
                 forget_before(self.folder, self.term)  # every node has a snapshot of this round
             self._number = 1 - self._number
             if self.step < 0 <= self._snapshot_step and self.ranks.rank == 0:
@@ -143,7 +142,6 @@ class Snapshots(SnapshotTier):
         mine = self.term, self.ranks.rank, self._number
         about = partial(Snapshot, *mine, step, samples, self.ranks.world, stream=copy.deepcopy(stream))
         self._copying = self._thread.submit(self._copy, slot, about, live, record)
-        self._snapshots += 1
         self._since, self._cost_s, self._taken_s = time.monotonic(), time.perf_counter() - begin, 0.0
         if self._copies_first:
             self.settle()
