@@ -32,7 +32,7 @@ from fsdp_jobs.checkpoints.catalog import (
     is_object_store,
     step_of,
 )
-from fsdp_jobs.checkpoints.exchange import CannotKeep, fetch_files
+from fsdp_jobs.checkpoints.exchange import CannotLoad, fetch_files
 from fsdp_jobs.checkpoints.ranks import Ranks
 from fsdp_jobs.checkpoints.storage import SaveRequest
 from fsdp_jobs.checkpoints.tiers import Restored, SharedStorage, Tier
@@ -143,7 +143,7 @@ class LocalTier(Tier):
         if shards is not None:
             try:
                 return self.storage.read(name, manifest, shards, partial(self._fetch, shards))
-            except CannotKeep as e:
+            except CannotLoad as e:
                 why = str(e)
         self._lacking.add(name)
         if listed_in == SHARDS:

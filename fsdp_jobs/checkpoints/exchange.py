@@ -15,8 +15,8 @@ from fsdp_jobs.checkpoints.ranks import Ranks
 _BLOCK = 1 << 24  # bytes sent at once
 
 
-class CannotKeep(Exception):
-    """A node cannot read a file that others need, or has no room for one it received."""
+class CannotLoad(Exception):
+    """A node cannot read a file that is needed, has no room for one that it received, or finds it damaged."""
 
 
 def fetch_files(ranks: Ranks, held: Mapping[int, Set[str]], wanted: Set[str], folder: Path, into: Path) -> int:
@@ -28,7 +28,7 @@ def fetch_files(ranks: Ranks, held: Mapping[int, Set[str]], wanted: Set[str], fo
         into: the folder for files from other nodes.
 
     Raises:
-        CannotKeep: on all ranks, if one of them cannot read a file it holds, or write one it received.
+        CannotLoad: on all ranks, if one of them cannot read a file it holds, or write one it received.
     """
     came, wrong = 0, ""
     source_of = {name: rank for rank in sorted(held, reverse=True) for name in held[rank]}
@@ -51,7 +51,7 @@ def fetch_files(ranks: Ranks, held: Mapping[int, Set[str]], wanted: Set[str], fo
                 for _ in blocks:  # the sender sends it anyway
                     pass
     if faults := [fault for fault in ranks.gather(wrong) if fault]:
-        raise CannotKeep(faults[0])
+        raise CannotLoad(faults[0])
     return came
 
 

@@ -284,12 +284,14 @@ class LiveState:
         """
         return self.tensors | {name: _packed(name, value) for name, value in self._objects.items()}
 
-    def changed(self) -> list[str]:
-        """Name the tensors that have changed since this was made, by autograd's version counters.
+    def changed(self) -> str:
+        """Say which tensors have changed since this was made, by autograd's version counters; empty for none.
 
         Changes that bypass the counters, such as `p.data.mul_` and foreach operations on DTensors, are not detected.
         """
-        return [name for name, version in self._versions.items() if _version(self.tensors[name]) != version]
+        changed = [name for name, version in self._versions.items() if _version(self.tensors[name]) != version]
+        what = f"{listed(changed, 3)} changed before the next optimizer step, while they were being copied"
+        return what if changed else ""
 
 
 def _version(tensor: Tensor) -> tuple[int, int]:

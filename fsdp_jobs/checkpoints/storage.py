@@ -37,11 +37,10 @@ from fsdp_jobs.checkpoints.catalog import (
     Manifest,
     is_object_store,
 )
-from fsdp_jobs.checkpoints.tensors import CHANGED, is_finite
+from fsdp_jobs.checkpoints.tensors import is_finite
 from fsdp_jobs.config.schema import CheckpointConfig
 from fsdp_jobs.run.agreement import known_here
 from fsdp_jobs.run.processes import watch_parent
-from fsdp_jobs.run.table import listed
 from fsdp_jobs.run.term import Term
 
 _OF_A_THREAD = 1 << 26  # bytes to read per further thread
@@ -137,7 +136,6 @@ class SaveRequest:
             Fenced: the round is over.
             OSError: the files differ from those reported.
         """
-        self.term.check()
         known = known_here()
         manifest = replace(manifest, agreed=known.about(self.step))
         catalog.commit(self.temporary, self.final, manifest, self.term.check)
@@ -160,7 +158,7 @@ class CommittingWriter(FileSystemWriter):
         self.request = request
         self.fs: _SummedFileSystem = _SummedFileSystem(read_back=request.config.read_back)
         self.path = request.temporary
-        self.changed: list[str] = []  # tensors that changed while they were copied
+        self.changed = ""  # which tensors changed while they were copied
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Make the folder, once for all ranks, before any of them has a plan."""
@@ -181,7 +179,7 @@ class CommittingWriter(FileSystemWriter):
             Torn: this rank's copy mixes steps.
         """
         if self.changed:
-            raise Torn(f"{CHANGED.format(listed(self.changed, 3))}; from now on steps wait for the copy")
+            raise Torn(f"{self.changed}; from now on steps wait for the copy")
         if self.request.local is not None:
             self.request.shards.mkdir(parents=True, exist_ok=True)
         self.path = self.request.shards

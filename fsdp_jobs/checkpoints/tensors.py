@@ -12,7 +12,6 @@ from fsdp_jobs.plan.layout import Layout
 
 _BLOCK = 1 << 22  # elements at a time; each takes 16 bytes of temporary memory
 _BLOCK_CPU = 1 << 16  # fits the cache: five times as fast
-CHANGED = "{} changed before the next optimizer step, while they were being copied"  # why a copy is unusable
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by size in bytes
 
 

@@ -20,7 +20,7 @@ from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.run import events
 from fsdp_jobs.run.agreement import NO_LIMIT, known_here
-from fsdp_jobs.run.directory import RunDir, checkpoints_of
+from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.identity import Identity, claim
 from fsdp_jobs.run.term import Term
 
@@ -94,11 +94,9 @@ class SharedStorage(Tier):
 
     def __init__(self, run: RunDir, config: JobConfig, attempt: int, term: Term, ranks: Ranks, state: State):
         self.run, self.attempt, self.term, self.ranks, self.state = run, attempt, term, ranks, state
-        self.home = checkpoints_of(config.checkpoint, run)
+        self.home = term.home
         self.skipped: dict[str, list[str]] = {}  # name -> why it is not offered again
-        self._reads_disks = config.checkpoint.local_dir is not None
-        self._restart_from_zero = config.checkpoint.restart_from_zero
-        self._refuses_differing = config.integrity.action != "report"
+        self._config = config
         self._doubted: set[str] = set()  # a rank found damage while it loaded these
         self._offered: str | None = None
 
@@ -118,7 +116,7 @@ class SharedStorage(Tier):
             catalog.remove_unfinished(self.home)
             if (limit := known_here().limit) != NO_LIMIT:
                 catalog.mark_agreed(self.home, lambda step: None if step <= limit else False)
-            if not self._reads_disks:
+            if self._config.checkpoint.local_dir is None:
                 self._skip_on_nodes()
 
     def _skip_on_nodes(self) -> None:
@@ -153,7 +151,7 @@ class SharedStorage(Tier):
 
     @property
     def _may_begin_again(self) -> bool:
-        return self._restart_from_zero or not known_here().limit  # 0: replicas last agreed there
+        return self._config.checkpoint.restart_from_zero or not known_here().limit  # 0: replicas last agreed there
 
     def examine(self, name: str, listed_in: str, shards: bool) -> Manifest | None:
         """Return a checkpoint's manifest; None if it is unusable, and then it is not offered again.
@@ -163,7 +161,7 @@ class SharedStorage(Tier):
             shards: examine them as well as the metadata.
         """
         manifest, faults = self.ranks.examine(self.home / name, listed_in, shards, self.is_certain(name))
-        if manifest is not None and manifest.agreed is False and self._refuses_differing:
+        if manifest is not None and manifest.agreed is False and self._config.integrity.action != "report":
             faults = [NOT_AGREED]
         if faults:
             is_damaged = faults not in ([NOT_FINITE], [NOT_AGREED]) and not any(OTHER_VERSION in f for f in faults)
@@ -194,7 +192,7 @@ class SharedStorage(Tier):
             fetch: brings the shards that a state needs into `shards`.
 
         Raises:
-            CannotKeep: from `fetch`.
+            CannotLoad: from `fetch`.
         """
         folder = self.home / name
         reader = SafeReader(folder, manifest.files, shards, self.ranks.threads)

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections import deque
 from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import DefaultLoadPlanner
 
-from fsdp_jobs.checkpoints.exchange import CannotKeep, fetch_files
+from fsdp_jobs.checkpoints.exchange import CannotLoad, fetch_files
 from fsdp_jobs.checkpoints.state import RANDOM
 from fsdp_jobs.checkpoints.tensors import is_finite, local
 from fsdp_jobs.checkpoints.tiers import Restored
@@ -97,30 +95,24 @@ class Tier(Snapshots):
 
     def load(self) -> Restored | None:
         """Load the offered step. The state does not change before all ranks have read it whole and finite."""
-        like = self._chosen[0]
         try:
-            read = self._read()
-        except CannotKeep as e:
-            print(f"WARNING the snapshot of step {like.step} is not used: {e}", flush=True)
-            read = None
-        if read is None:
+            return self._read()
+        except CannotLoad as e:
+            step = self._chosen[0].step
+            if self.ranks.leads:
+                print(f"WARNING the snapshot of step {step} is not used: {e}", flush=True)
             self._chosen = []
-            self._useless.append(like.step)
+            self._useless.append(step)
             return None
-        sent, stream = read
-        one_for_all = self.ranks.from_rank_0(lambda: stream)
-        return Restored("memory", like.step, like.samples, one_for_all, sent)
 
-    def _read(self) -> tuple[int, dict[str, Any] | None] | None:
-        """Read the chosen step. Returns the bytes that nodes sent each other, and where a stream continues.
-
-        None if the step is unusable.
+    def _read(self) -> Restored:
+        """Read the chosen step.
 
         Raises:
-            CannotKeep: a node cannot read its files, or has no room for those of others.
+            CannotLoad: on all ranks, if one of them cannot.
         """
         ranks = self.ranks
-        chosen, held = self._chosen, dict[int, set[str]]()
+        chosen, like, held = self._chosen, self._chosen[0], dict[int, set[str]]()
         for one in chosen:
             held.setdefault(one.holder, set()).update(f"{one.name}.{suffix}" for suffix in ("json", "data", "sums"))
         fetch = partial(fetch_files, ranks, held, folder=self.folder, into=self.folder / _FETCHED)
@@ -135,9 +127,9 @@ class Tier(Snapshots):
         whole = {name: snapshot for name, snapshot in snapshots.items() if snapshot is not None}
         stored = metadata_of(whole)
         has_random = f"{RANDOM}{ranks.rank}" in stored.state_dict_metadata
-        if not has_random and chosen[0].world_size == ranks.world:
+        if not has_random and like.world_size == ranks.world:
             print(f"WARNING rank {ranks.rank}'s random state is lost with its node: it starts a new one", flush=True)
-        state = self.state.to_load(stored, f"the snapshot of step {chosen[0].step}", has_random)
+        state = self.state.to_load(stored, f"the snapshot of step {like.step}", has_random)
         planner = DefaultLoadPlanner()
         planner.set_up_planner(state, stored, is_coordinator=False)
         items = planner.create_local_plan().items
@@ -156,17 +148,16 @@ class Tier(Snapshots):
             wrong += self._wrong_with(parts, places, state, several)
             by_rank = ranks.gather((came, wrong[:3]))
             if faults := [fault for _, of_rank in by_rank for fault in of_rank]:
-                if ranks.leads:
-                    print(f"WARNING the snapshot of step {chosen[0].step} is not used: {faults[:3]}", flush=True)
-                return None
+                raise CannotLoad("; ".join(faults[:3]))
             targets = [planner.resolve_tensor(item).detach() for item in items]
             pieces = [pair for target, part in zip(targets, parts, strict=True) for pair in _pieces(target, part)]
-            deque(several.map(_copy, pieces), maxlen=0)  # raises the first error
+            list(several.map(_copy, pieces))  # raises the first error
         if self._stream is not None:
             torch.cuda.synchronize(self.state.device)
         self.state.take(state)
         stream = next((snapshot.stream for snapshot in whole.values() if snapshot.stream is not None), None)
-        return sum(int(came) for came, _ in by_rank), stream
+        sent = sum(int(came) for came, _ in by_rank)
+        return Restored("memory", like.step, like.samples, ranks.from_rank_0(lambda: stream), sent)
 
     def _wrong_with(
         self, parts: list[Tensor], places: list[Place], state: dict[str, Tensor], several: ThreadPoolExecutor

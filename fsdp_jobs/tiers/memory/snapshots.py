@@ -24,13 +24,12 @@ from torch import Tensor
 
 from fsdp_jobs.checkpoints.checkpointer import Checkpointer
 from fsdp_jobs.checkpoints.state import RANDOM, LiveState
-from fsdp_jobs.checkpoints.tensors import CHANGED, is_as_planned, local
+from fsdp_jobs.checkpoints.tensors import is_as_planned, local
 from fsdp_jobs.checkpoints.tiers import SnapshotTier
 from fsdp_jobs.config.keys import AUTO
 from fsdp_jobs.run import events
 from fsdp_jobs.run.agreement import known_here
 from fsdp_jobs.run.env import MEMORY_ENV, TERM_ENV
-from fsdp_jobs.run.table import listed
 from fsdp_jobs.tiers.memory.slots import Entry, Slot, Snapshot, forget_before
 from fsdp_jobs.tiers.memory.tensors import entry_of, view
 
@@ -193,7 +192,7 @@ class Snapshots(SnapshotTier):
         if changed := live.changed():
             self._copies_first = True
             slot.copied.touch()  # but not published: all ranks treat it as withdrawn
-            self.tell(snapshot.step, f"no snapshot of step {snapshot.step}: {CHANGED.format(listed(changed, 3))}")
+            self.tell(snapshot.step, f"no snapshot of step {snapshot.step}: {changed}")
             return
         record()
         try:

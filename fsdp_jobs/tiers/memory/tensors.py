@@ -27,9 +27,7 @@ def entry_of(name: str, tensor: Tensor, is_alone: bool, is_replicated: bool) -> 
     if isinstance(tensor, DTensor):
         _, offsets = compute_local_shape_and_global_offset(shape, tensor.device_mesh, tensor.placements)
     own, kind = local(tensor), str(tensor.dtype).removeprefix("torch.")
-    return Entry(
-        name, kind, [*shape], [*offsets], [*own.shape], own.numel() * own.element_size(), is_alone, 0, is_replicated
-    )
+    return Entry(name, kind, [*shape], [*offsets], [*own.shape], own.nbytes, is_alone, 0, is_replicated)
 
 
 class Place(NamedTuple):
