@@ -184,9 +184,13 @@ class State:
             elif name in self.others and dist.get_rank() == 0:  # the program has added it since the save
                 print(f"WARNING {checkpoint} has no {name.removeprefix('others.')}: it stays as it is", flush=True)
         trained = self._in_groups() | {p for p in self.model.parameters() if p.requires_grad}
-        frozen = {_of_parameter(self._fqn(name)) for name, p in self.model.named_parameters() if p not in trained}
+        frozen = {prefix for prefix, p in self._parameters().items() if p not in trained}
         _check_same_model(state, metadata.state_dict_metadata, checkpoint, frozen)
         return state
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        """Return the model's parameters by the prefix of their optimizer state's names."""
+        return {_of_parameter(self._fqn(name)): p for name, p in self.model.named_parameters()}
 
     def _in_groups(self) -> set[Tensor]:
         """Return the optimizer's parameters."""
@@ -197,8 +201,7 @@ class State:
 
         Returns none if any of it is neither a number nor a tensor of its parameter's shape.
         """
-        parameters = {_of_parameter(self._fqn(name)): p for name, p in self.model.named_parameters()}
-        there = by_parameter(saved)
+        parameters, there = self._parameters(), by_parameter(saved)
         for prefix, keys in there.items():
             shapes = {torch.Size(), torch.Size([1])}
             if prefix in parameters:
@@ -221,8 +224,7 @@ class State:
         states = self.optimizer.state.items()
         alike = {(p.dtype, k): v for p, one in states for k, v in one.items() if isinstance(v, Tensor)}
         in_groups = self._in_groups()
-        for name, parameter in self.model.named_parameters():
-            prefix = _of_parameter(self._fqn(name))
+        for prefix, parameter in self._parameters().items():
             if prefix in here and prefix not in there:
                 del self.optimizer.state[parameter]
                 for key in here[prefix]:
@@ -258,13 +260,10 @@ class State:
             set_model_state_dict(self.model, extra, options=StateDictOptions(strict=False))
         in_groups = self._in_groups()
         keys = {str(key): key for of_one in self.optimizer.state.values() for key in of_one}  # a key may be a number
-        for name, parameter in self.model.named_parameters():
-            if parameter not in in_groups:
-                continue  # frozen since the save
-            prefix = f"{_of_parameter(self._fqn(name))}."
-            if of_parameter := {n.removeprefix(prefix): v for n, v in values.items() if n.startswith(prefix)}:
-                here = {keys.get(name, name): value for name, value in of_parameter.items()}
-                self.optimizer.state[parameter].update(here)
+        for prefix, parameter in self._parameters().items():
+            of_one = {n.removeprefix(f"{prefix}."): v for n, v in values.items() if n.startswith(f"{prefix}.")}
+            if of_one and parameter in in_groups:  # else it was frozen since the save
+                self.optimizer.state[parameter].update({keys.get(n, n): v for n, v in of_one.items()})
 
 
 class LiveState:

@@ -39,7 +39,7 @@ def _round(term: int, partner: tuple[str, int]) -> Round:
 def _snapshot(folder: Path, term: int) -> Slot:
     entry = Entry("weight", "float32", [4], [0], [4], 16, is_alone=True)
     snapshot = Snapshot(term, 0, 0, 7, 56, 2, 2, [entry]).placed()
-    slot = Slot.of(folder, snapshot)
+    slot = Slot(folder / snapshot.name)
     slot.map(snapshot.size)[:16] = b"0123456789abcdef"
     slot.publish(snapshot)
     return slot

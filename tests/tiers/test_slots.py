@@ -33,7 +33,7 @@ def sealed(folder: Path, rank: int = 0, step: int = 1) -> Slot:
     """One snapshot of two tensors, sealed."""
     entries = [Entry("w", "float32", [8, 4], [4 * rank, 0], [4, 4], 64, True), Entry("n", "int64", [], [], [], 8, True)]
     snapshot = Snapshot(1, rank, 0, step, 8 * step, 2, 2, entries).placed()
-    slot = Slot.of(folder, snapshot)
+    slot = Slot(folder / snapshot.name)
     data = slot.map(snapshot.size)
     data[:] = random.Random(rank).randbytes(len(data))
     slot.publish(snapshot)
@@ -72,7 +72,7 @@ def test_a_flipped_bit_anywhere_is_found(tmp_path: Path) -> None:
         assert slot.verify()
         file.write_bytes(whole)
     assert slot.verify() == []
-    other = Slot(tmp_path, 1, 0, 1)
+    other = Slot(tmp_path / "1-0-1")
     for one, same in ((slot.about, other.about), (slot.data, other.data), (slot.sums, other.sums)):
         same.write_bytes(one.read_bytes())
     (tmp_path / "x.json").write_text("{}")
@@ -198,7 +198,7 @@ def test_no_room_is_an_error_and_not_a_signal(tmp_path: Path) -> None:
     assert os.system(f"mount -t tmpfs -o size=64k tmpfs {small}") == 0
     try:
         with pytest.raises(OSError, match="No space"):
-            Slot(small, 1, 0, 0).map(1 << 20)
+            Slot(small / "1-0-0").map(1 << 20)
     finally:
         os.system(f"umount {small}")
 

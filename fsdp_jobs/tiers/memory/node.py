@@ -271,7 +271,7 @@ class _Receiver(socketserver.StreamRequestHandler):
     def _receive(self, copy: Copy) -> None:
         """Receive a copy and seal it. Raises: ValueError if its checksums differ from the sender's."""
         snapshot = copy.snapshot
-        slot = Slot.of(self.server.folder, snapshot)
+        slot = Slot(self.server.folder / snapshot.name)
         slot.withdraw()
         with memoryview(slot.map(snapshot.size)) as data:
             for entry in snapshot.entries:

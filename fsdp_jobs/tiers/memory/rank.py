@@ -23,7 +23,7 @@ from fsdp_jobs.run import events
 from fsdp_jobs.run.agreement import known_here
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.tail import lacks_line
-from fsdp_jobs.tiers.memory.slots import COPIES, Found, Slot, forget_before, lost_shards, newest_complete, snapshots_in
+from fsdp_jobs.tiers.memory.slots import Found, Slot, forget_before, lost_shards, newest_complete, snapshots_in
 from fsdp_jobs.tiers.memory.snapshots import Snapshots
 from fsdp_jobs.tiers.memory.tensors import Place, mapped, metadata_of, view
 
@@ -70,23 +70,20 @@ class Tier(Snapshots):
         lost |= {*passed_over, *self._useless}
         limit = known_here().limit
         left = {one for found, _ in by_rank for one in found if one.step not in lost and one.step <= limit}
-        sound: set[Found] = set()
         while (chosen := newest_complete(left)) and chosen[0].step >= at_least:
             read = {name for names in ranks.gather(self._sources(chosen)) for name in names}
             held = [one for one in chosen if one.holder == ranks.leader and one.name in read]
-            mine = [one for one in held if one.rank % ranks.local_world == ranks.local_rank and one not in sound]
-            faults = {one: _faults(self.folder, one, ranks.threads) for one in mine}
+            mine = [one for one in held if one.rank % ranks.local_world == ranks.local_rank]
+            faults = {one: wrong for one in mine if (wrong := _faults(self.folder, one, ranks.threads))}
             for one, wrong in faults.items():
-                if wrong:
-                    print(f"WARNING {one.name} of step {one.step} is damaged, and not used: {wrong[:3]}", flush=True)
-            bad = {one for found in ranks.gather([one for one in mine if faults[one]]) for one in found}
+                print(f"WARNING {one.name} of step {one.step} is damaged, and not used: {wrong[:3]}", flush=True)
+            bad = {one for found in ranks.gather([*faults]) for one in found}
             if not bad:
                 if ranks.leads:
                     with suppress(OSError):  # no room: then tries are not counted
                         (self.folder / _TRIED).write_text(json.dumps([*tried, chosen[0].step]))
                 return chosen
             left -= bad
-            sound |= {*mine} - bad
         lost_here = lost_shards(left, at_least, _safe_before(self.run)) if ranks.rank == 0 else None
         if lost_here is not None and lost_here != self._told:
             self._told = lost_here
@@ -116,14 +113,13 @@ class Tier(Snapshots):
         for one in chosen:
             held.setdefault(one.holder, set()).update(f"{one.name}.{suffix}" for suffix in ("json", "data", "sums"))
         fetch = partial(fetch_files, ranks, held, folder=self.folder, into=self.folder / _FETCHED)
-        by_name = {one.name: one for one in chosen}
         sources = self._sources(chosen)
         where = {
             name: self.folder if f"{name}.data" in held.get(ranks.leader, ()) else self.folder / _FETCHED
             for name in sources
         }
         came = fetch(wanted={f"{name}.json" for name in sources})
-        snapshots = {name: _slot(where[name], by_name[name]).snapshot() for name in sources}
+        snapshots = {name: Slot(where[name] / name).snapshot() for name in sources}
         whole = {name: snapshot for name, snapshot in snapshots.items() if snapshot is not None}
         stored = metadata_of(whole)
         has_random = f"{RANDOM}{ranks.rank}" in stored.state_dict_metadata
@@ -137,7 +133,7 @@ class Tier(Snapshots):
         places: list[Place] = [stored.storage_data[item.storage_index] for item in items]
         read = {place.name for place in places}
         came += fetch(wanted={f"{name}.{suffix}" for name in read for suffix in ("data", "sums")})
-        fetched = [by_name[name] for name in read if where[name] != self.folder]
+        fetched = [one for one in chosen if one.name in read and where[one.name] != self.folder]
         wrong = [fault for one in fetched for fault in _faults(self.folder / _FETCHED, one, ranks.threads)]
         maps = {name: mapped(where[name] / f"{name}.data") for name in read}
         parts = [
@@ -196,10 +192,6 @@ class Tier(Snapshots):
         return list(dict.fromkeys(one.name for one in (*own, *shards.values())))
 
 
-def _slot(folder: Path, one: Found) -> Slot:
-    return Slot.of(folder / COPIES if one.is_copy else folder, one)
-
-
 def _pieces(target: Tensor, part: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
     """Return (target, source) pieces for several threads to copy."""
     if not (target.is_contiguous() and part.is_contiguous()):
@@ -215,7 +207,7 @@ def _copy(pair: tuple[Tensor, Tensor]) -> None:
 
 def _faults(folder: Path, one: Found, threads: int) -> list[str]:
     """Return the faults of a snapshot; one that was replaced since it was found counts as faulty."""
-    slot = _slot(folder, one)
+    slot = Slot(folder / one.name)
     snapshot = slot.snapshot()
     if snapshot is None or Found.of(snapshot, one.is_copy, one.holder) != one:
         return ["it was replaced meanwhile"]

@@ -71,6 +71,11 @@ class Snapshot(Record):
     stream: dict[str, Any] | None = None  # where a stream continues
 
     @property
+    def name(self) -> str:
+        """The name of its files, without their suffixes."""
+        return f"{self.term}-{self.rank}-{self.slot}"
+
+    @property
     def size(self) -> int:
         """Bytes of the data."""
         return max((e.begin + e.bytes for e in self.entries), default=0)
@@ -97,15 +102,9 @@ class Snapshot(Record):
 class Slot:
     """The files of one snapshot."""
 
-    def __init__(self, folder: Path, term: int, rank: int, slot: int):
-        stem = f"{term:d}-{rank:d}-{slot:d}"
-        self.data, self.about, self.sums, self.copied = (
-            folder / f"{stem}.{suffix}" for suffix in ("data", "json", "sums", "copied")
-        )
-
-    @classmethod
-    def of(cls, folder: Path, snapshot: Snapshot | Found) -> Slot:
-        return cls(folder, snapshot.term, snapshot.rank, snapshot.slot)
+    def __init__(self, path: Path):
+        """`path` is that of the files, without their suffixes."""
+        self.data, self.about, self.sums, self.copied = map(path.with_suffix, (".data", ".json", ".sums", ".copied"))
 
     def withdraw(self) -> None:
         """Invalidate the snapshot here, before its data is overwritten."""
@@ -135,7 +134,7 @@ class Slot:
             snapshot = Snapshot.from_json(text)
         except (FileNotFoundError, ValueError):
             return None
-        return snapshot if Slot.of(self.about.parent, snapshot).about == self.about else None
+        return snapshot if snapshot.name == self.about.stem else None
 
     def seal(self, snapshot: Snapshot, threads: int = 1) -> dict[str, str] | None:
         """Write and return the checksums of the snapshot here; None if it was withdrawn meanwhile."""
@@ -173,8 +172,8 @@ class Slot:
 def slots_in(folder: Path) -> Iterator[Slot]:
     """Yield the slots of a folder that hold a snapshot."""
     for file in folder.glob("*.json"):
-        if name := _NAME.fullmatch(file.stem):
-            yield Slot(folder, *map(int, name.groups()))
+        if _NAME.fullmatch(file.stem):
+            yield Slot(file)
 
 
 def snapshots_in(folder: Path) -> Iterator[tuple[Snapshot, bool]]:

@@ -146,7 +146,7 @@ class Snapshots(SnapshotTier):
             self.settle()
 
     def _slot(self, number: int) -> Slot:
-        return Slot(self.folder, self.term, self.ranks.rank, number)
+        return Slot(self.folder / f"{self.term}-{self.ranks.rank}-{number}")
 
     def _make_room(self, newest: Slot, step: int, size: int) -> None:
         """In a thread: map both slots instead of taking a snapshot, so that no step waits for it.
