@@ -39,6 +39,12 @@ class _Block(NamedTuple):
     end: int
     sum: str
 
+    def fault(self, file: Any, into: memoryview) -> str:
+        """Read this block from the file's position on. Returns how it differs, empty if it does not."""
+        if fill(file, into) and checksum(into) == self.sum:
+            return ""
+        return f"differs from its checksum in bytes {self.begin} to {self.end}"
+
 
 class Damaged(OSError):
     """A file differs from what was written."""
@@ -177,12 +183,12 @@ class VerifiedFile(io.RawIOBase):
         """Fill the buffer, up to the end of the file; raises Damaged for a block that differs."""
         view, filled = memoryview(buffer).cast("B"), 0
         while filled < len(view) and (number := bisect_right(self._ends, self._at)) < len(self._ends):
-            begin, end, _ = self._blocks[number]
-            size = min(end - self._at, len(view) - filled)
-            if size == end - begin:
-                self._read(number, view[filled : filled + size])
+            block = self._blocks[number]
+            size = min(block.end - self._at, len(view) - filled)
+            if size == block.end - block.begin:
+                self._read(block, view[filled : filled + size])
             else:
-                view[filled : filled + size] = self._held(number)[self._at - begin :][:size]
+                view[filled : filled + size] = self._held(block)[self._at - block.begin :][:size]
             self._at, filled = self._at + size, filled + size
         return filled
 
@@ -190,18 +196,16 @@ class VerifiedFile(io.RawIOBase):
         """Free the cached blocks: a reference cycle may keep this reader alive."""
         self._held.cache_clear()
 
-    def _read_alone(self, number: int) -> memoryview:
-        begin, end, _ = self._blocks[number]
-        block = memoryview(bytearray(end - begin))
-        self._read(number, block)
-        return block
+    def _read_alone(self, block: _Block) -> memoryview:
+        into = memoryview(bytearray(block.end - block.begin))
+        self._read(block, into)
+        return into
 
-    def _read(self, number: int, into: memoryview) -> None:
-        block = self._blocks[number]
+    def _read(self, block: _Block, into: memoryview) -> None:
         try:
             self.raw.seek(block.begin)
-            if not fill(self.raw, into) or checksum(into) != block.sum:
-                raise Damaged(f"{self.name} {_difference(block)}")
+            if fault := block.fault(self.raw, into):
+                raise Damaged(f"{self.name} {fault}")
         except OSError as e:
             self.error = e  # torch.load may raise another one
             raise
@@ -274,12 +278,5 @@ def _blocks_of(expected: FileSums) -> list[_Block]:
 def _fault(file: Any, blocks: Sequence[_Block]) -> str:
     """Read blocks from the file's position on. Returns what differs, empty for nothing."""
     buffer = memoryview(bytearray(_BLOCK))
-    for block in blocks:
-        part = buffer[: block.end - block.begin]
-        if not fill(file, part) or checksum(part) != block.sum:
-            return _difference(block)
-    return ""
-
-
-def _difference(block: _Block) -> str:
-    return f"differs from its checksum in bytes {block.begin} to {block.end}"
+    faults = (block.fault(file, buffer[: block.end - block.begin]) for block in blocks)
+    return next(filter(None, faults), "")

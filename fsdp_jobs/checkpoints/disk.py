@@ -147,7 +147,7 @@ class LocalTier(Tier):
                 why = str(e)
         self._lacking.add(name)
         if listed_in == SHARDS:
-            self.storage.skip(name, [why], is_damaged=False)
+            self.storage.skip(name, [why])
         return None
 
     def _holding(self, manifest: Manifest, contents: bool) -> Path | None:

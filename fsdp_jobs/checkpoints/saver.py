@@ -11,12 +11,10 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.tensor import DTensor
 
@@ -26,16 +24,6 @@ from fsdp_jobs.checkpoints.tensors import is_as_planned
 from fsdp_jobs.config.keys import AUTO
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.run.table import listed
-
-
-class _Stager(DefaultStager):
-    """A stager for many saves; torch 2.11's own empties its table of copiers after each one."""
-
-    def _stage(self, state_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
-        if not self._state_dict_stager._deepcopy_dispatch:
-            options = self._config
-            self._state_dict_stager = StateDictStager(options.use_pinned_memory, options.use_shared_memory)
-        return super()._stage(state_dict, **kwargs)
 
 
 class _Planner(DefaultSavePlanner):
@@ -90,7 +78,8 @@ class Saver:
         on_cuda = device.type == "cuda"
         self._device = device
         self.mode = ("process" if on_cuda else "thread") if mode == AUTO else mode
-        self.stager = _Stager(StagingOptions(on_cuda, self.mode == "process", True, on_cuda))
+        self.stager = StateDictStager(pin_memory=on_cuda, share_memory=self.mode == "process")
+        self._stream = torch.cuda.Stream(device) if on_cuda else None  # to copy on
         self._planner, self._group = _Planner(layout), group
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
 
@@ -108,10 +97,13 @@ class Saver:
         """In a thread: copy the state once it is ready. Returns a function that writes it and holds only it."""
         if live.ready is not None:
             torch.cuda.set_device(self._device)  # of this thread
-            live.ready.synchronize()  # the stager copies on a stream of its own
+            live.ready.synchronize()
         state, writer = live.parts(), CommittingWriter(request)
         if copies:
-            state = cast("Future[dict[str, Tensor]]", self.stager.stage(state)).result()
+            with torch.cuda.stream(self._stream):  # does nothing for None
+                state = self.stager.stage(state, non_blocking=self._stream is not None)
+            if self._stream is not None:
+                self._stream.synchronize()
             writer.changed = live.changed()
         how: dict[str, Any] = {"storage_writer": writer, "planner": self._planner, "process_group": self._group}
         if copies and self.mode == "process":

@@ -125,7 +125,7 @@ class SharedStorage(Tier):
         why = ["its shards are on the nodes' disks, in checkpoint.local_dir"]
         for folder in catalog.find_on_nodes(self.home, committed):
             if catalog.step_of(folder) > newest:
-                self.skip(folder.name, why, is_damaged=False)
+                self.skip(folder.name, why)
 
     @property
     def step(self) -> int:
@@ -168,7 +168,7 @@ class SharedStorage(Tier):
             self.skip(name, faults, is_damaged=listed_in == MANIFEST and is_damaged)
         return manifest if not faults else None
 
-    def skip(self, name: str, faults: list[str], is_damaged: bool) -> None:
+    def skip(self, name: str, faults: list[str], is_damaged: bool = False) -> None:
         """Stop offering a checkpoint, and report why."""
         self.skipped[name] = faults
         if self.ranks.rank == 0:

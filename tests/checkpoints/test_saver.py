@@ -10,14 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from fsdp_jobs.checkpoints import catalog, checkpointer, storage
-from fsdp_jobs.checkpoints.saver import _Stager
 from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.goodput import slowest_save_s
@@ -26,24 +23,6 @@ from tests.nfs import nfs_client
 from tests.world import run_world
 
 pytestmark = pytest.mark.integration
-
-
-def test_five_copies_in_a_row_with_a_stager_that_is_emptied_after_each_as_torch_2_11_does_simulated(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    whole = DefaultStager._stage
-
-    def emptied(self: DefaultStager, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        copied = whole(self, state)
-        self._state_dict_stager.close()
-        return copied
-
-    monkeypatch.setattr(DefaultStager, "_stage", emptied)
-    stager = _Stager(StagingOptions(False, False, True, False))
-    for step in range(5):
-        copied = stager.stage({"weight": torch.full((4,), float(step))})
-        assert copied.result()["weight"].tolist() == [step] * 4  # type: ignore[union-attr]
-    stager.close()
 
 
 def _five_saves(folder: str, mode: str, shard_group: int) -> None:

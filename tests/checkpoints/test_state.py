@@ -155,13 +155,13 @@ def _torn(folder: str) -> None:
     checkpoints = trained(folder, model=_Averaging(), async_mode="thread")
     _step(checkpoints, 1)
     gate = threading.Event()
-    stage = checkpoints.saver.stager._stage
+    stage = checkpoints.saver.stager.stage
 
     def late(*args: Any, **kwargs: Any) -> Any:
         gate.wait(30)
         return stage(*args, **kwargs)
 
-    checkpoints.saver.stager._stage = late  # type: ignore[method-assign]
+    checkpoints.saver.stager.stage = late  # type: ignore[method-assign]
     checkpoints.save(1)
     checkpoints.state.model(torch.ones(2, 4))  # the next step's forward, while nothing has been copied yet
     gate.set()
@@ -275,7 +275,7 @@ def test_parameters_that_have_had_no_gradient_yet_stop_no_restart(tmp_path: Path
 def _swapped(folder: str, mode: str) -> None:
     """Weights are swapped after a save has begun, as for an evaluation with averaged ones, and then swapped back."""
     checkpoints = trained(folder, model=nn.Linear(1024, 1024), async_mode=mode)
-    gate, stage = threading.Event(), checkpoints.saver.stager._stage
+    gate, stage = threading.Event(), checkpoints.saver.stager.stage
     at_most_s = iter((5, 1, 1))  # of the first the gate opens; for the others the update waits itself
 
     def late(*args: Any, **kwargs: Any) -> Any:
@@ -283,7 +283,7 @@ def _swapped(folder: str, mode: str) -> None:
             gate.wait(next(at_most_s))
         return stage(*args, **kwargs)
 
-    checkpoints.saver.stager._stage = late  # type: ignore[method-assign]
+    checkpoints.saver.stager.stage = late  # type: ignore[method-assign]
     weight = checkpoints.state.model.weight
     for step in range(1, 4):
         checkpoints.save(step)
