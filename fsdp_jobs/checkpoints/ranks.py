@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import socket
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from fsdp_jobs.checkpoints import catalog
 from fsdp_jobs.checkpoints.blocks import FileSums
 from fsdp_jobs.checkpoints.catalog import METADATA, NOT_FINITE, CannotReadHere, Manifest
 from fsdp_jobs.checkpoints.storage import SafeReader, lacking_in, load
+from fsdp_jobs.run.threads import wait_until
 
 _MOST_THREADS = 4  # each may hold a tensor that it has read
 _PATIENCE_S = 30.0  # until another machine's file must be visible here
@@ -130,13 +131,14 @@ class Ranks:
         suspect = [name for i, (_, faults) in enumerate(first) if readers[i] == self.rank for name in faults]
         again = self.gather(read(suspect))
         second = {name: fault for faults in again for name, fault in faults.items()}
-        deadline = time.monotonic() + _PATIENCE_S
+
+        def agrees(name: str) -> bool:
+            list(folder.parent.iterdir())  # makes an NFS client look again
+            return read([name]).get(name) == second.get(name)
+
         for name in seen:
-            while read([name]).get(name) != second.get(name):
-                if time.monotonic() > deadline:
-                    other = second.get(name, "it is whole")
-                    raise CannotReadHere(folder / name, f"here {seen[name]}, in another reading {other}")
-                list(folder.parent.iterdir())  # makes an NFS client look again
-                time.sleep(0.5)
+            if not wait_until(partial(agrees, name), _PATIENCE_S, 0.5):
+                other = second.get(name, "it is whole")
+                raise CannotReadHere(folder / name, f"here {seen[name]}, in another reading {other}")
         self.gather(None)  # rank 0 may rename the folder from now on
         return sorted(second.values())

@@ -116,18 +116,22 @@ class SaveRequest:
         return self.manifest.step
 
     @property
+    def name(self) -> str:
+        return f"step-{self.step:08d}.{self.save}"
+
+    @property
     def final(self) -> Path:
         return catalog.folder_of(self.checkpoints, self.step, self.save)
 
     @property
     def temporary(self) -> Path:
         in_place = is_object_store(self.checkpoints)
-        return self.final if in_place else self.checkpoints / f"step-{self.step:08d}.{self.save}.tmp"
+        return self.final if in_place else self.checkpoints / f"{self.name}.tmp"
 
     @property
     def shards(self) -> Path:
         """The folder that ranks write their shards to."""
-        return self.temporary if self.local is None else self.local / f"step-{self.step:08d}.{self.save}"
+        return self.temporary if self.local is None else self.local / self.name
 
     def commit(self, manifest: Manifest) -> None:
         """Commit the files of `manifest` on shared storage, and remove checkpoints beyond `checkpoint.keep`.

@@ -23,9 +23,9 @@ from fsdp_jobs.run import events
 from fsdp_jobs.run.agreement import known_here
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.tail import lacks_line
-from fsdp_jobs.tiers.memory.slots import Found, Slot, forget_before, lost_shards, newest_complete, snapshots_in
+from fsdp_jobs.tiers.memory.slots import Entry, Found, Slot, forget_before, lost_shards, newest_complete, snapshots_in
 from fsdp_jobs.tiers.memory.snapshots import Snapshots
-from fsdp_jobs.tiers.memory.tensors import Place, mapped, metadata_of, view
+from fsdp_jobs.tiers.memory.tensors import mapped, metadata_of, view
 
 _PIECE = 1 << 24  # elements copied at once
 _TRIES = 3  # rounds that may die while they load a step; then it is not tried again
@@ -130,8 +130,8 @@ class Tier(Snapshots):
         planner.set_up_planner(state, stored, is_coordinator=False)
         items = planner.create_local_plan().items
         assert stored.storage_data is not None
-        places: list[Place] = [stored.storage_data[item.storage_index] for item in items]
-        read = {place.name for place in places}
+        places: list[tuple[str, Entry]] = [stored.storage_data[item.storage_index] for item in items]
+        read = {name for name, _ in places}
         came += fetch(wanted={f"{name}.{suffix}" for name in read for suffix in ("data", "sums")})
         fetched = [one for one in chosen if one.name in read and where[one.name] != self.folder]
         wrong = [fault for one in fetched for fault in _faults(self.folder / _FETCHED, one, ranks.threads)]
@@ -156,7 +156,11 @@ class Tier(Snapshots):
         return Restored("memory", like.step, like.samples, ranks.from_rank_0(lambda: stream), sent)
 
     def _wrong_with(
-        self, parts: list[Tensor], places: list[Place], state: dict[str, Tensor], several: ThreadPoolExecutor
+        self,
+        parts: list[Tensor],
+        places: list[tuple[str, Entry]],
+        state: dict[str, Tensor],
+        several: ThreadPoolExecutor,
     ) -> Iterable[str]:
         """Yield why this rank cannot use the parts of tensors that it found."""
         if sum(part.numel() for part in parts) != sum(local(tensor).numel() for tensor in state.values()):

@@ -241,11 +241,10 @@ def remove_left(memory: Path, run: RunDir) -> None:
 
     A job may wait in a queue for days, so age is no criterion.
     """
-    mine, left = folders.owned(memory, _name(run)), dict[Path, tuple[bool, float, IO[str]]]()
-    for folder in folders.owned(memory, "memory"):
-        if folder not in mine and (lock := folders.take(folder)) is not None:
-            left[folder] = (_may_be_needed(folder), folder.stat().st_mtime, lock)
-    for folder, (may_be_needed, _, lock) in sorted(left.items(), key=lambda one: one[1][:2]):
+    mine = folders.owned(memory, _name(run))
+    others = [folder for folder in folders.owned(memory, "memory") if folder not in mine]
+    left = [(_may_be_needed(f), f.stat().st_mtime, f, lock) for f in others if (lock := folders.take(f)) is not None]
+    for may_be_needed, _, folder, lock in sorted(left):
         total, _, free = shutil.disk_usage(memory)
         if not may_be_needed or free < _FREE * total:
             shutil.rmtree(folder, ignore_errors=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,24 +29,17 @@ def entry_of(name: str, tensor: Tensor, is_alone: bool, is_replicated: bool) -> 
     return Entry(name, kind, [*shape], [*offsets], [*own.shape], own.nbytes, is_alone, 0, is_replicated)
 
 
-class Place(NamedTuple):
-    """Where a part of a tensor is."""
-
-    name: str  # of the snapshot
-    entry: Entry
-
-
 def metadata_of(snapshots: dict[str, Snapshot]) -> Metadata:
-    """Describe snapshots for DCP's planner; a part that several hold is read from the first."""
+    """Describe snapshots by name for DCP's planner: a part is at (name, entry); of several that hold it, the first."""
     tensors: dict[str, TensorStorageMetadata] = {}
-    places: dict[MetadataIndex, Place] = {}
+    places: dict[MetadataIndex, tuple[str, Entry]] = {}
     for name, snapshot in snapshots.items():
         for entry in snapshot.entries:
             about = TensorProperties(dtype=getattr(torch, entry.dtype))
             tensor = tensors.setdefault(entry.name, TensorStorageMetadata(about, torch.Size(entry.shape), []))
             index = MetadataIndex(entry.name, entry.offsets)
             if entry.bytes and index not in places:
-                places[index] = Place(name, entry)
+                places[index] = name, entry
                 tensor.chunks.append(ChunkStorageMetadata(torch.Size(entry.offsets), torch.Size(entry.sizes)))
     return Metadata(dict(tensors), storage_data=places)
 
