@@ -82,8 +82,8 @@ class Checkpointer:
         self.stream: dict[str, Any] | None = None  # where a stream continues; the same on every rank
         self.home = checkpoints_of(self.config, run)
         self.term = Term.of_rank(self.home)
-        self.group = dist.new_group(backend="gloo")  # keeps the collectives of saves apart from the program's
-        self.ranks = Ranks(self.group)
+        group = dist.new_group(backend="gloo")  # keeps the collectives of saves apart from the program's
+        self.ranks = Ranks(group)
         self.rank = self.ranks.rank
         self.disks: LocalDisks | None = None
         if self.config.local_dir is not None:
@@ -91,7 +91,7 @@ class Checkpointer:
         self.snapshots: list[SnapshotTier] = [
             made for tier in tiers_in("rank") if (made := tier.of_rank(self)) is not None
         ]
-        self.saver = Saver(self.config.async_mode, device, self.group, layout)
+        self.saver = Saver(self.config.async_mode, device, group, layout)
         self._is_away = False  # storage did not answer at the newest save
         self.committed_step = -1
         self.saved_at = time.monotonic()  # when the newest save began

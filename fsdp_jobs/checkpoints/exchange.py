@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Set
-from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -36,16 +34,16 @@ def fetch_files(ranks: Ranks, held: Mapping[int, Set[str]], wanted: Set[str], fo
     for name, target in sorted({(name, leader) for leader, names in by_rank for name in names}):
         source = source_of[name]
         if ranks.rank == source:
-            wrong = _send(folder / name, target, ranks.group) or wrong
+            try:
+                _send(folder / name, target, ranks.group)
+            except OSError as e:
+                wrong = f"{folder / name} cannot be read: {e.strerror}"
         elif ranks.rank == target:
-            size = torch.zeros(1, dtype=torch.int64, device="cpu")
-            dist.recv(size, source, group=ranks.group)
-            blocks, came = _blocks(int(size), source, ranks.group), came + int(size)
-            file = into / name
+            blocks, file = _blocks(source, ranks.group), into / name
             try:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 with file.open("wb") as f:
-                    f.writelines(block.numpy().data for block in blocks)
+                    came += sum(f.write(block.numpy().data) for block in blocks)
             except OSError as e:
                 wrong = f"rank {ranks.rank} cannot keep {file}: {e.strerror}"
                 for _ in blocks:  # the sender sends it anyway
@@ -55,30 +53,29 @@ def fetch_files(ranks: Ranks, held: Mapping[int, Set[str]], wanted: Set[str], fo
     return came
 
 
-def _send(file: Path, to: int, group: dist.ProcessGroup | None) -> str:
-    """Send a file. If it cannot be read, send nothing or zeros instead, and return why."""
-    wrong, size = "", 0
-    with ExitStack() as stack:
-        try:
-            f = stack.enter_context(file.open("rb"))
-            size = os.fstat(f.fileno()).st_size
-        except OSError as e:
-            wrong = f"{file} cannot be read: {e.strerror}"
-        dist.send(torch.tensor([size], device="cpu"), to, group=group)
-        for begin in range(0, size, _BLOCK):
-            block = torch.zeros(min(_BLOCK, size - begin), dtype=torch.uint8, device="cpu")
-            try:
-                if f.readinto(block.numpy().data) < len(block):
-                    wrong = f"{file} is shorter than it was"
-            except OSError as e:
-                wrong = f"{file} cannot be read: {e.strerror}"
-            dist.send(block, to, group=group)
-    return wrong
+def _send(file: Path, to: int, group: dist.ProcessGroup | None) -> None:
+    """Send a file in blocks, each after its size. A size of 0 ends it, also if it cannot be read.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    block = torch.empty(_BLOCK, dtype=torch.uint8, device="cpu")
+    try:
+        with file.open("rb") as f:
+            while size := f.readinto(block.numpy().data):
+                dist.send(torch.tensor([size], device="cpu"), to, group=group)
+                dist.send(block[:size], to, group=group)
+    finally:
+        dist.send(torch.tensor([0], device="cpu"), to, group=group)
 
 
-def _blocks(size: int, source: int, group: dist.ProcessGroup | None) -> Iterator[torch.Tensor]:
+def _blocks(source: int, group: dist.ProcessGroup | None) -> Iterator[torch.Tensor]:
     """Receive a file from `_send`."""
-    for begin in range(0, size, _BLOCK):
-        block = torch.empty(min(_BLOCK, size - begin), dtype=torch.uint8, device="cpu")
+    size = torch.zeros(1, dtype=torch.int64, device="cpu")
+    while True:
+        dist.recv(size, source, group=group)
+        if not size:
+            return
+        block = torch.empty(int(size), dtype=torch.uint8, device="cpu")
         dist.recv(block, source, group=group)
         yield block

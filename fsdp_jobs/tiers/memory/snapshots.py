@@ -216,8 +216,7 @@ class Snapshots(SnapshotTier):
         with torch.cuda.stream(self._stream):  # does nothing for None
             if ready is not None:
                 ready.wait()
-            copies = [(view(data, entry), local(part), entry.begin) for entry, part in filled]
-            pairs = [pair for copied in copies for pair in _cut(*copied)]
+            pairs = [pair for entry, part in filled for pair in _cut(view(data, entry), local(part), entry.begin)]
             torch._foreach_copy_([to for to, _ in pairs], [part for _, part in pairs], non_blocking=True)
         if self._stream is not None:
             self._stream.synchronize()
