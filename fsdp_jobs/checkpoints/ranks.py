@@ -112,7 +112,7 @@ class Ranks:
             raise CheckpointException("load", failures)
 
     def _confirmed(self, folder: Path, files: Mapping[str, FileSums | None], contents: bool = False) -> list[str]:
-        """Read files, each rank its part; read apparent damage again, on another node or from the disk.
+        """Read files, each rank its part; read apparent damage again, on another node if there is one.
 
         `files` and `contents` are those of `faults_in`.
 
@@ -120,10 +120,10 @@ class Ranks:
             CannotReadHere: the second reading differs, and keeps differing.
         """
 
-        def read(names: Iterable[str], from_disk: bool = True) -> dict[str, str]:
-            return catalog.faults_in(folder, {name: files[name] for name in names}, contents, from_disk)
+        def read(names: Iterable[str]) -> dict[str, str]:
+            return catalog.faults_in(folder, {name: files[name] for name in names}, contents)
 
-        seen = read(sorted(files)[self.rank :: self.world], from_disk=not contents)  # metadata: small, and all need it
+        seen = read(sorted(files)[self.rank :: self.world])
         first = self.gather((self.node, seen))
         if not any(faults for _, faults in first):
             return []
