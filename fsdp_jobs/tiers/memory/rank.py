@@ -141,7 +141,7 @@ class Tier(Snapshots):
             for item, (name, entry) in zip(items, places, strict=True)
         ]
         with ThreadPoolExecutor(ranks.threads, initializer=self._use_device) as several:
-            wrong += self._wrong_with(parts, places, state, several)
+            wrong += self._wrong_with(parts, [entry for _, entry in places], state, several)
             by_rank = ranks.gather((came, wrong[:3]))
             if faults := [fault for _, of_rank in by_rank for fault in of_rank]:
                 raise CannotLoad("; ".join(faults[:3]))
@@ -156,20 +156,16 @@ class Tier(Snapshots):
         return Restored("memory", like.step, like.samples, ranks.from_rank_0(lambda: stream), sent)
 
     def _wrong_with(
-        self,
-        parts: list[Tensor],
-        places: list[tuple[str, Entry]],
-        state: dict[str, Tensor],
-        several: ThreadPoolExecutor,
+        self, parts: list[Tensor], entries: list[Entry], state: dict[str, Tensor], several: ThreadPoolExecutor
     ) -> Iterable[str]:
         """Yield why this rank cannot use the parts of tensors that it found."""
         if sum(part.numel() for part in parts) != sum(local(tensor).numel() for tensor in state.values()):
             yield "it does not hold all of this rank's state"
-        names, exempt = [entry.name for _, entry in places], self.state.may_be_infinite
-        may_be_infinite = [name in exempt for name in names]
-        for name, is_so in zip(names, several.map(is_finite, parts, may_be_infinite), strict=True):
+        exempt = self.state.may_be_infinite
+        finite = several.map(lambda part, entry: is_finite(part, entry.name in exempt), parts, entries)
+        for entry, is_so in zip(entries, finite, strict=True):
             if not is_so:
-                yield f"{name} is not finite"
+                yield f"{entry.name} is not finite"
 
     def forget(self, loaded: bool) -> None:
         self.step = self._chosen[0].step if loaded else -1
