@@ -20,8 +20,8 @@ from torch.distributed.checkpoint import CheckpointException
 
 from fsdp_jobs.checkpoints import catalog
 from fsdp_jobs.checkpoints.blocks import FileSums
-from fsdp_jobs.checkpoints.catalog import METADATA, NOT_FINITE, CannotReadHere, Manifest
-from fsdp_jobs.checkpoints.storage import SafeReader, lacking_in, load
+from fsdp_jobs.checkpoints.catalog import CannotReadHere
+from fsdp_jobs.checkpoints.storage import SafeReader, load
 from fsdp_jobs.run.threads import wait_until
 
 _MOST_THREADS = 4  # each may hold a tensor that it has read
@@ -52,30 +52,6 @@ class Ranks:
         answers = [answer() if self.rank == 0 else None]
         dist.broadcast_object_list(answers, src=0, group=self.group)
         return answers[0]
-
-    def examine(self, folder: Path, listed_in: str, shards: bool, contents: bool) -> tuple[Manifest | None, list[str]]:
-        """Check a checkpoint. Returns its manifest, and the faults that two readings agree on.
-
-        Args:
-            listed_in: the manifest's name.
-            shards: examine them as well as the metadata.
-            contents: read them whole; otherwise check only sizes.
-
-        Raises:
-            CannotReadHere: only this machine cannot read it, or it reads other bytes than the others.
-        """
-        if faults := self._confirmed(folder, {listed_in: None}):
-            return None, faults
-        manifest: Manifest = self.from_rank_0(lambda: Manifest.read(folder, listed_in))
-        if not manifest.finite:
-            return manifest, [NOT_FINITE]
-        faults = self._confirmed(folder, manifest.files if shards else {METADATA: manifest.files[METADATA]}, contents)
-        if not faults:
-            with self.reading(folder):
-                reader = SafeReader(folder, manifest.files)
-                lacking = self.from_rank_0(lambda: lacking_in(manifest.files, reader.read_metadata()))
-            faults = [f"{listed_in} does not list {lacking}"] if lacking else []
-        return manifest, faults
 
     @contextmanager
     def reading(self, folder: Path) -> Iterator[None]:
@@ -111,8 +87,8 @@ class Ranks:
         if failures:
             raise CheckpointException("load", failures)
 
-    def _confirmed(self, folder: Path, files: Mapping[str, FileSums | None], contents: bool = False) -> list[str]:
-        """Read files, each rank its part; read apparent damage again, on another node if there is one.
+    def confirmed(self, folder: Path, files: Mapping[str, FileSums | None], contents: bool = False) -> list[str]:
+        """Return the faults of files that two readings agree on: each rank reads its part, and another node a suspect.
 
         `files` and `contents` are those of `faults_in`.
 

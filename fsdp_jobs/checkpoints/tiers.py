@@ -12,10 +12,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from fsdp_jobs.checkpoints import catalog
 from fsdp_jobs.checkpoints.blocks import Damaged
-from fsdp_jobs.checkpoints.catalog import MANIFEST, NOT_AGREED, NOT_FINITE, OTHER_VERSION, Manifest
+from fsdp_jobs.checkpoints.catalog import MANIFEST, METADATA, NOT_AGREED, NOT_FINITE, OTHER_VERSION, Manifest
 from fsdp_jobs.checkpoints.ranks import Ranks
 from fsdp_jobs.checkpoints.state import State
-from fsdp_jobs.checkpoints.storage import SafeReader
+from fsdp_jobs.checkpoints.storage import SafeReader, lacking_in
 from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.run import events
@@ -159,14 +159,30 @@ class SharedStorage(Tier):
         Args:
             listed_in: the manifest's name.
             shards: examine them as well as the metadata.
+
+        Raises:
+            CannotReadHere: only this machine cannot read it, or it reads other bytes than the others.
         """
-        manifest, faults = self.ranks.examine(self.home / name, listed_in, shards, self.is_certain(name))
-        if manifest is not None and manifest.agreed is False and self._config.integrity.action != "report":
-            faults = [NOT_AGREED]
+        folder, is_committed = self.home / name, listed_in == MANIFEST
+        if faults := self.ranks.confirmed(folder, {listed_in: None}):
+            self.skip(name, faults, is_damaged=is_committed and OTHER_VERSION not in faults[0])
+            return None
+        manifest: Manifest = self.ranks.from_rank_0(lambda: Manifest.read(folder, listed_in))
+        differs = manifest.agreed is False and self._config.integrity.action != "report"
+        if differs or not manifest.finite:
+            self.skip(name, [NOT_AGREED if differs else NOT_FINITE])
+            return None
+        files = manifest.files if shards else {METADATA: manifest.files[METADATA]}
+        faults = self.ranks.confirmed(folder, files, self.is_certain(name))
+        if not faults:
+            with self.ranks.reading(folder):
+                reader = SafeReader(folder, manifest.files)
+                lacking = self.ranks.from_rank_0(lambda: lacking_in(manifest.files, reader.read_metadata()))
+            faults = [f"{listed_in} does not list {lacking}"] if lacking else []
         if faults:
-            is_damaged = faults not in ([NOT_FINITE], [NOT_AGREED]) and not any(OTHER_VERSION in f for f in faults)
-            self.skip(name, faults, is_damaged=listed_in == MANIFEST and is_damaged)
-        return manifest if not faults else None
+            self.skip(name, faults, is_damaged=is_committed)
+            return None
+        return manifest
 
     def skip(self, name: str, faults: list[str], is_damaged: bool = False) -> None:
         """Stop offering a checkpoint, and report why."""
