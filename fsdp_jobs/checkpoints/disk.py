@@ -138,28 +138,29 @@ class LocalTier(Tier):
         manifest = self.storage.examine(name, listed_in, shards=False)
         if manifest is None:
             return None
-        shards = self._holding(manifest, self.storage.is_certain(name))
-        why = "these nodes' disks do not hold all of its shards"
-        if shards is not None:
-            try:
-                return self.storage.read(name, manifest, shards, partial(self._fetch, shards))
-            except CannotLoad as e:
-                why = str(e)
-        self._lacking.add(name)
-        if listed_in == SHARDS:
-            self.storage.skip(name, [why])
-        return None
+        try:
+            shards = self._holding(manifest, self.storage.is_certain(name))
+            return self.storage.read(name, manifest, shards, partial(self._fetch, shards))
+        except CannotLoad as e:
+            self._lacking.add(name)
+            if listed_in == SHARDS:
+                self.storage.skip(name, [str(e)])
+            return None
 
-    def _holding(self, manifest: Manifest, contents: bool) -> Path | None:
-        """Return this node's folder of a step if the nodes together hold every shard intact; else None.
+    def _holding(self, manifest: Manifest, contents: bool) -> Path:
+        """Return this node's folder of a step.
 
-        `contents`: compare checksums as well as sizes.
+        Args:
+            contents: compare checksums of shards as well as sizes.
+
+        Raises:
+            CannotLoad: the nodes together do not hold every shard intact.
         """
         shards = {name: file for name, file in manifest.files.items() if name.endswith(".distcp")}
         by_rank = self.ranks.gather(self._best(manifest.step, shards, contents) if self.ranks.leads else None)
         self._held: dict[int, set[str]] = {rank: best[1] for rank, best in enumerate(by_rank) if best is not None}
         if set().union(*self._held.values()) != shards.keys():
-            return None
+            raise CannotLoad("these nodes' disks do not hold all of its shards")
         folder: Path = by_rank[self.ranks.leader][0]
         return folder
 

@@ -14,7 +14,7 @@ _BLOCK = 1 << 24  # bytes sent at once
 
 
 class CannotLoad(Exception):
-    """A node cannot read a file that is needed, has no room for one that it received, or finds it damaged."""
+    """A file that is needed is on no node, cannot be read, has no room where it must go, or is damaged."""
 
 
 def fetch_files(ranks: Ranks, held: Mapping[int, Set[str]], wanted: Set[str], folder: Path, into: Path) -> int:
