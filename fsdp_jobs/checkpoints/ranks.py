@@ -18,9 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
-from fsdp_jobs.checkpoints import catalog
 from fsdp_jobs.checkpoints.blocks import FileSums
-from fsdp_jobs.checkpoints.catalog import CannotReadHere
+from fsdp_jobs.checkpoints.catalog import CannotReadHere, faults_in
 from fsdp_jobs.checkpoints.storage import SafeReader, load
 from fsdp_jobs.run.threads import wait_until
 
@@ -97,7 +96,7 @@ class Ranks:
         """
 
         def read(names: Iterable[str]) -> dict[str, str]:
-            return catalog.faults_in(folder, {name: files[name] for name in names}, contents)
+            return faults_in(folder, {name: files[name] for name in names}, contents)
 
         seen = read(sorted(files)[self.rank :: self.world])
         first = self.gather((self.node, seen))
