@@ -13,7 +13,6 @@ from fsdp_jobs.run.protocol import CONNECTION, LOG_AGAIN_S
 from fsdp_jobs.run.state import State
 from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_REQUEUE, Verdict
 
-_JOB_NAMES = ("batch.kubernetes.io/job-name", "volcano.sh/job-name")  # labels of pods
 _LATE_S = 30.0
 _LOGGED_S = round(1.5 * LOG_AGAIN_S)  # in this time an agent without a connection has logged that
 _ASKED = 8  # pods whose logs are read in one check
@@ -46,24 +45,22 @@ def state_of(root: Object, pods: list[Object]) -> State:
     if verdict is not None and verdict.decision == "stop":  # before the Job's own status shows it
         return State.from_verdict(verdict)
     if (end := end_of(root)) is not None:
-        return _ENDS[end]
+        return end[0]
     return State.RUNNING if any(phase_of(p) == "Running" for p in pods) else State.QUEUED
 
 
-def end_of(body: Object) -> str | None:
-    """Return how a Job, JobSet or Volcano job has ended; None while it has not."""
+def end_of(body: Object) -> tuple[State, str] | None:
+    """Return how a Job, JobSet or Volcano job has ended, and its controller's words; None while it has not."""
     status = body.get("status", {})
-    known = [c["type"] for c in status.get("conditions", []) if c["status"] == "True"]
-    known.append(status.get("state", {}).get("phase"))  # Volcano's
-    return next((word for word in known if word in _ENDS), None)
+    ends = {c["type"]: c.get("message", "") for c in status.get("conditions", []) if c["status"] == "True"}
+    if (volcanos := status.get("state")) is not None:
+        ends[volcanos["phase"]] = volcanos.get("message") or volcanos["phase"]
+    return next(((_ENDS[word], told) for word, told in ends.items() if word in _ENDS), None)
 
 
 def why_ended(root: Object, pods: list[Object]) -> str:
-    """Return how a job ended, in the words of its Job's controller, when no pod has a verdict."""
-    status = root.get("status", {})
-    ends = (c.get("message", "") for c in status.get("conditions", []) if c.get("type") in _ENDS)  # Volcano's have none
-    state = status.get("state", {})
-    told: str = next(ends, state.get("message") or state.get("phase", ""))
+    """Return how a job ended, in the words of its controller, when no pod has a verdict."""
+    _, told = end_of(root) or (State.UNKNOWN, "")
     if any(role_of(pod) == "coordinator" for pod in pods):
         return told
     gone = "its pods were deleted before this machine read their logs; its run directory on the claim has the rest"
@@ -127,7 +124,7 @@ def why_waiting(api: Api, root: Object, jobs: list[Object], pods: list[Object]) 
             name = job["metadata"]["name"]
             if refusals := [w for w in api.events("Job").get(name, ()) if w.startswith("FailedCreate")]:
                 return f"pods of {name} are refused: {refusals[-1].partition(': ')[2]}"
-            if why := why_failed(job, pods):
+            if why := why_failed(pods):
                 return why
     warnings = {} if pods or jobs else api.events(root["kind"])
     return next(reversed(warnings.get(root["metadata"]["name"], [])), "")  # e.g. Volcano's: no room for the gang
@@ -222,10 +219,9 @@ def _why_pod(api: Api, pod: Object, root: Object) -> str:
     return ""
 
 
-def why_failed(job: Object, pods: list[Object]) -> str:
-    """Return how a Job's failed pod without a successor ended; empty if there is none."""
-    of_job = [p for p in pods if job["metadata"]["name"] in map(p["metadata"]["labels"].get, _JOB_NAMES)]
-    for pod in {(role_of(p), node_of(p)): p for p in of_job}.values():  # the newest of each
+def why_failed(pods: list[Object]) -> str:
+    """Return how a failed pod without a successor ended, the coordinator's first; empty if there is none."""
+    for _, pod in sorted({(role_of(pod), node_of(pod)): pod for pod in pods}.items()):  # the newest of each
         name, status = pod["metadata"]["name"], pod["status"]
         if phase_of(pod) == "Failed" and status.get("reason"):  # the kubelet's: Evicted, UnexpectedAdmissionError
             return f"pod {name} has failed: {status['reason']}: {status.get('message', '')}"

@@ -307,8 +307,7 @@ def _describe(app: _App, api: Api, jobs: list[Object], pods: list[Object]) -> De
             why = _note_why(run, api, pods, why)
         why = why or unread
     else:
-        failures = filter(None, (conditions.why_failed(job, pods) for job in [root, *jobs]))
-        why = verdict.reason if verdict is not None else next(failures, conditions.why_ended(root, pods))
+        why = verdict.reason if verdict is not None else conditions.why_failed(pods) or conditions.why_ended(root, pods)
         if run is not None and state is State.FAILED:  # else the pods have recorded how it ended
             judge(run, verdict or Verdict("infrastructure", "stop", why))
         if not conditions.is_leaving(api, pods):
