@@ -18,7 +18,7 @@ from fsdp_jobs.run.tail import read_json_lines
 
 _PUBLISHED = re.compile(
     r"@((?:events|metrics)\.jsonl|excluded\.json|"
-    r"attempts/\d+/(?:verdict\.json|node-\d+/(?:rank-\d+\.log|log-times\.jsonl))):(\d+) (.*)"
+    r"attempts/\d+/(?:verdict\.json|node-\d+/(?:rank-\d+\.log|log-times\.jsonl))):(\d+) (.*\n)"
 )
 _OVERLAP_S = 5  # read again, so that no line falls between two requests
 _AT_ONCE = 16  # pods whose logs, of up to 10 MB each, are read at the same time
@@ -40,14 +40,12 @@ class _Mirror:
     def __init__(self, run: RunDir, api: Api):
         self.run, self.api, self.refusal = run, api, ""
         self._offsets: dict[str, int] = {}  # file -> end of the last line copied
-        self._read_at: dict[str, float] = {}  # pod's uid -> seconds since 1970, cluster's clock
-        self._finished: list[str] = []  # uids of pods that have ended and were read to the end
+        self._read_at: dict[str, float | None] = {}  # pod's uid -> seconds since 1970, cluster's clock; None: all read
         # A line per pod read, with what has changed: rewriting the offsets of thousands of ranks takes megabytes.
         self._journal = run.mirrored.with_suffix(".jsonl")
         for part in (read_json(run.mirrored), *read_json_lines(self._journal)):
             self._offsets |= part.get("offsets", {})
             self._read_at |= part.get("read_at", {})
-            self._finished += part.get("finished", [])
 
     def pull(self, pods: list[Object]) -> str:
         self._save()  # a killed command may have left half a line
@@ -61,13 +59,13 @@ class _Mirror:
         return self.refusal
 
     def _save(self) -> None:
-        position = {"offsets": self._offsets, "read_at": self._read_at, "finished": self._finished}
-        write_json(self.run.mirrored, position)
+        write_json(self.run.mirrored, {"offsets": self._offsets, "read_at": self._read_at})
         self._journal.unlink(missing_ok=True)
 
     def _may_have_more(self, pod: Object) -> bool:
+        is_read = self._read_at.get(pod["metadata"]["uid"], 0.0) is None
         has_begun = own_state(pod).keys() & {"running", "terminated"}
-        return bool(has_begun) and pod["metadata"]["uid"] not in self._finished and not is_lost(self.api, pod)
+        return bool(has_begun) and not is_read and not is_lost(self.api, pod)
 
     def _read(self, pod: Object, now: float) -> list[str] | None:
         """Return a pod's newest lines; None if they cannot be read."""
@@ -84,18 +82,15 @@ class _Mirror:
         """Copy a pod's lines, and record at once how far: a command may be killed at any time."""
         copied: dict[str, int] = {}
         for line in lines:
-            if line.endswith("\n"):
-                self._copy(line.removesuffix("\n"), copied)
-        uid = pod["metadata"]["uid"]
-        finished = [uid] if "terminated" in own_state(pod) else []
-        self._read_at[uid] = now
-        self._finished += finished
+            self._copy(line, copied)
+        read_at = {pod["metadata"]["uid"]: None if "terminated" in own_state(pod) else now}
+        self._read_at |= read_at
         if copied:
             with self._journal.open("a") as file:
-                file.write(json.dumps({"offsets": copied, "read_at": {uid: now}, "finished": finished}) + "\n")
+                file.write(json.dumps({"offsets": copied, "read_at": read_at}) + "\n")
 
     def _copy(self, logged: str, copied: dict[str, int]) -> None:
-        """Copy what a line publishes, if it is new, and put its end into `copied`."""
+        """Copy what a whole line publishes, if it is new, and put its end into `copied`."""
         published = _PUBLISHED.fullmatch(logged)
         if published is None:
             return
@@ -109,7 +104,7 @@ class _Mirror:
         elif not (name == "events.jsonl" and json.loads(line)["event"] == Submitted.kind):  # submission has written it
             file.parent.mkdir(parents=True, exist_ok=True)
             with file.open("a") as f:
-                f.write(line + "\n")
+                f.write(line)
 
 
 def pass_on_stop(run: RunDir, api: Api, pods: list[Object]) -> None:
