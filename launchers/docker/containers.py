@@ -217,6 +217,11 @@ def containers_of(api: docker.APIClient, run: RunDir) -> dict[str, dict[str, Any
     return inspected
 
 
+def is_running(container: dict[str, Any]) -> bool:
+    """Whether a container has a process; Podman reports one that it is stopping as not running."""
+    return bool(container["State"]["Pid"])
+
+
 def remove(api: docker.APIClient, run: RunDir) -> None:
     """Remove a run's containers, running or not, and its network; another command may do so at the same time."""
     deadline = time.monotonic() + _REMOVAL_S

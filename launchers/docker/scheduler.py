@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
 
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.schema import JobConfig, load_config
@@ -73,7 +72,7 @@ class DockerLauncher(DetachedLauncher):
         if super().is_alive(run):
             return True
         with containers.connected() as api:
-            return _any_runs(containers.containers_of(api, run))
+            return any(map(containers.is_running, containers.containers_of(api, run).values()))
 
     def kill(self, run: RunDir) -> bool:
         """End a job and remove its containers and network; of an ended job, remove what its supervisor has left.
@@ -86,15 +85,10 @@ class DockerLauncher(DetachedLauncher):
             if super().is_alive(run) and not found:
                 what = f"has no container of {run.name}, which another Docker of this machine runs"
                 raise BadInput.at("Docker", what, "set DOCKER_HOST or DOCKER_CONTEXT as at its submission")
-            was_alive = super().kill(run) or _any_runs(found)
+            was_alive = super().kill(run) or any(map(containers.is_running, found.values()))
             if was_alive or not containers.cluster_of(load_config(run.config)).keep:
                 containers.remove(api, run)
         return was_alive
-
-
-def _any_runs(found: dict[str, dict[str, Any]]) -> bool:
-    """Whether any container has a process; Podman reports one that it is stopping as not running."""
-    return any(container["State"]["Pid"] for container in found.values())
 
 
 create_scheduler = DockerLauncher.scheduler

@@ -18,10 +18,11 @@ import docker
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.resolve import most_nodes
 from fsdp_jobs.config.schema import load_config
-from fsdp_jobs.launchers.docker.containers import cluster_of, connected, containers_of, remove
+from fsdp_jobs.launchers.docker.containers import cluster_of, connected, containers_of, is_running, remove
 from fsdp_jobs.launchers.supervisor import StorageErrors, main
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.threads import wait_until
 from fsdp_jobs.run.verdict import EXIT_FAILED, EXIT_REQUEUE, Verdict, judge
 
 _POLL_S = 0.5
@@ -39,7 +40,6 @@ class Supervisor:
 
     def __init__(self, run: RunDir):
         self.run, self.config = run, load_config(run.config)
-        self._over_at: float | None = None
         self._missed: dict[str, float] = {}  # node without a container that can run -> since when; inf: recorded
 
     @property
@@ -48,19 +48,16 @@ class Supervisor:
         return max(self.run.first_attempt(), self.run.last_attempt())
 
     def poll(self, api: docker.APIClient) -> bool:
-        """Restart dead containers. True when the job is over and its containers have stopped, or had time to."""
+        """Restart dead containers; True when the job is over."""
         containers = containers_of(api, self.run)
-        stopped = {name: c for name, c in containers.items() if not c["State"]["Pid"]}
-        if self._over_at is None and self._is_over(api, containers):
-            self._over_at = time.monotonic()
-        if self._over_at is not None:
-            return len(stopped) == len(containers) or time.monotonic() - self._over_at > _LEAVE_S
+        if self._is_over(api, containers):
+            return True
         absent = {f"node-{i}" for i in range(most_nodes(self.config))} - containers.keys()
         cure = f"fsdp-jobs cancel and resume {self.run.name} make a new one"
         troubles = {name: f"the container of {name} was removed; {cure}" for name in absent}
-        for name, container in stopped.items():
+        for name, container in containers.items():
             exit_code = container["State"]["ExitCode"]
-            if exit_code in _LEFT:
+            if is_running(container) or exit_code in _LEFT:
                 continue
             try:
                 api.start(container["Id"])
@@ -85,7 +82,7 @@ class Supervisor:
             judge(self.run, Verdict("infrastructure", "stop", "the coordinator's container was removed"))
             return True
         state = coordinator["State"]
-        if state["Pid"] or state["ExitCode"] not in _LEFT:
+        if is_running(coordinator) or state["ExitCode"] not in _LEFT:
             return False
         verdict = Verdict.read(self.run, self._attempt) if state["ExitCode"] == EXIT_REQUEUE else None
         if verdict is not None:
@@ -107,6 +104,7 @@ def supervise(run: RunDir) -> None:
                 while not supervisor.poll(api):
                     answered = time.monotonic()
                     time.sleep(_POLL_S)
+                wait_until(lambda: not any(map(is_running, containers_of(api, run).values())), _LEAVE_S, _POLL_S)
                 if not cluster_of(supervisor.config).keep:
                     remove(api, run)
                 return
