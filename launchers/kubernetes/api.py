@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
 
 from fsdp_jobs.config.errors import Problem, one_line
-from fsdp_jobs.launchers.kubernetes.skeletons import Object
+from fsdp_jobs.launchers.kubernetes.skeletons import Object, fill
 
 if TYPE_CHECKING:
     from fsdp_jobs.launchers.kubernetes.login import Login
 
+_OF_NO_NAMESPACE = ("Node", "SelfSubjectAccessReview")  # kinds
 _CONNECT_S, _ANSWER_S = 5.0, 30.0
-_RETRY_S = 2.0
+_RETRY_S = 2.0  # a busy server asks for a second
 _THROTTLED_FOR_S = 20.0  # to retry a request that the server turned away
 ROLE_CURE = "ask for the role in deploy/kubernetes/base/rbac.yaml"
 _LIMIT_CURE = "a LimitRange: cluster.cpus, cluster.memory; for the coordinator's pod cluster.pod_patch"
@@ -38,9 +39,9 @@ _FORBIDDEN = {  # words of a message -> the cure; anything else is for an admini
 class ApiError(Exception):
     """The cluster's API refused a request with an HTTP status, or did not answer: status 0."""
 
-    def __init__(self, status: int, message: str, retry_s: float = 0):
+    def __init__(self, status: int, message: str):
         super().__init__(message)
-        self.status, self.retry_s = status, retry_s
+        self.status = status
 
     @property
     def is_passing(self) -> bool:
@@ -75,7 +76,7 @@ class Api:
     """
 
     def __init__(self, login: Login, namespace: str, retried_for_s: float):
-        """`retried_for_s`: how long to retry a request that fails; creations and logs are not retried."""
+        """`retried_for_s`: how long to retry a request that fails, 0 to create objects; logs are not read again."""
         self._login, self.namespace, self._retried_for_s = login, namespace, retried_for_s
         self.where = str(login.client.configuration.host)
         self._ahead_s = 0.0  # of the server's clock over this machine's
@@ -88,10 +89,17 @@ class Api:
         """Return how long ago a time in an object was."""
         return self.time() - datetime.fromisoformat(moment).timestamp()
 
-    def create(self, body: Object, dry_run: bool = False) -> Object:
-        """Create an object; with `dry_run` only let the server validate it, admission included."""
-        query = {"dryRun": "All"} if dry_run else {}
+    def create(self, body: Object, **query: str) -> Object:
+        """Create an object."""
         return self._json("POST", self._path(body["apiVersion"], body["kind"]), body, fieldValidation="Strict", **query)
+
+    def refusal(self, body: Object) -> ApiError | None:
+        """Return why the server would not create an object, admission included; None if it would."""
+        try:
+            self.create(body, dryRun="All")
+        except ApiError as e:
+            return e
+        return None
 
     def read(self, api_version: str, kind: str, name: str) -> Object | None:
         """Return an object; None when there is none of this name, or the cluster does not know the kind."""
@@ -133,11 +141,6 @@ class Api:
         """Return Jobs by labels."""
         return self.select("batch/v1", "Job", labelSelector=selector)
 
-    def nodes(self, labels: Mapping[str, str]) -> list[Object]:
-        """Return the cluster's machines with these labels. Few users may list them."""
-        selector = ",".join(f"{k}={v}" for k, v in labels.items())
-        return list(self._json("GET", "/api/v1/nodes", labelSelector=selector)["items"])
-
     def events(self, kind: str, which: str = "type=Warning") -> dict[str, list[str]]:
         """Return messages of selected events about objects of a kind, by the object's name, oldest first.
 
@@ -166,32 +169,28 @@ class Api:
     def may(self, verb: str, group: str, resource: str) -> bool:
         """Return whether the user has a permission in this namespace. `resource` may be `pods/log`."""
         name, _, sub = resource.partition("/")
-        attributes = {"namespace": self.namespace, "verb": verb, "group": group, "resource": name, "subresource": sub}
-        review = {"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview"}
-        spec = {"resourceAttributes": attributes}
-        answer = self._json("POST", "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews", {**review, "spec": spec})
-        return bool(answer["status"]["allowed"])
+        review = fill("review", namespace=self.namespace, verb=verb, group=group, resource=name, subresource=sub)
+        return bool(self.create(review)["status"]["allowed"])
 
     def _path(self, api_version: str, kind: str, name: str = "") -> str:
         root = f"/apis/{api_version}" if "/" in api_version else f"/api/{api_version}"
         plural = f"{kind.lower().removesuffix('y')}{'ies' if kind.endswith('y') else 's'}"
-        return f"{root}/namespaces/{self.namespace}/{plural}" + (f"/{name}" if name else "")
+        place = "" if kind in _OF_NO_NAMESPACE else f"/namespaces/{self.namespace}"
+        return f"{root}{place}/{plural}" + (f"/{name}" if name else "")
 
     def _path_of(self, body: Object) -> str:
         return self._path(body["apiVersion"], body["kind"], body["metadata"]["name"])
 
     def _json(self, method: str, path: str, body: Object | None = None, **query: str) -> Object:
-        creates = method == "POST" and "dryRun" not in query and not path.endswith("reviews")
-        began, for_s = time.monotonic(), 0 if creates else self._retried_for_s
+        began = time.monotonic()
         while True:
             try:
                 return _content_of(self._send(method, path, query, body))
             except ApiError as e:
-                limit = max(for_s, _THROTTLED_FOR_S) if e.status == 429 else for_s  # 429: nothing was done
-                if not e.is_passing or time.monotonic() - began >= limit:
+                for_s = _THROTTLED_FOR_S if e.status == 429 else self._retried_for_s  # 429: nothing was done
+                if not e.is_passing or time.monotonic() - began >= for_s:
                     raise
-                pause = min(e.retry_s or _RETRY_S, _ANSWER_S)
-            time.sleep(pause)
+            time.sleep(_RETRY_S)
 
     def _json_or_none(self, method: str, path: str, **query: str) -> Object | None:
         try:
@@ -232,9 +231,8 @@ class Api:
             message = str(json.loads(refusal)["message"])
         except (LookupError, TypeError, ValueError):  # the answer is not the API's
             message = f"{answer.status} {answer.reason}"
-        after = answer.headers.get("Retry-After", "")
-        status = 429 if "be fulfilled on resourcequotas" in message else answer.status  # a conflict of counts
-        raise ApiError(status, message, float(after) if after.isdecimal() else 0)
+        is_conflict_of_counts = "be fulfilled on resourcequotas" in message
+        raise ApiError(429 if is_conflict_of_counts else answer.status, message)
 
 
 def _content_of(answer: Any) -> Object:

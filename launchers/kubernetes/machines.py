@@ -41,7 +41,7 @@ def forget() -> None:
 
 def _read(api: Api, selector: Mapping[str, str], gpu_resource: str, gpus: int) -> dict[str, dict[str, str]]:
     try:
-        machines = api.nodes(selector)
+        machines = api.select("v1", "Node", labelSelector=",".join(f"{k}={v}" for k, v in selector.items()))
     except ApiError as e:
         why = "you may not list the cluster's nodes" if e.status == 403 else str(e)
         logger.warning(

@@ -268,13 +268,10 @@ def _prepare(job: Job) -> KubernetesRequest:
 
 def _is_there(api: Api, kind: str, name: str) -> bool:
     """Return whether an object exists that the user may create, but not read: then a dry run does not create it."""
-    try:
-        api.create({"apiVersion": "v1", "kind": kind, "metadata": {"name": name}}, dry_run=True)
-    except ApiError as e:
-        if e.is_passing:
-            raise
-        return True
-    return False
+    refusal = api.refusal({"apiVersion": "v1", "kind": kind, "metadata": {"name": name}})
+    if refusal is not None and refusal.is_passing:
+        raise refusal
+    return refusal is not None
 
 
 def _is_queued(root: Object) -> bool:

@@ -15,7 +15,7 @@ from fsdp_jobs.launchers.kubernetes.labels import QUEUE
 from fsdp_jobs.launchers.kubernetes.login import connect
 from fsdp_jobs.launchers.kubernetes.machines import forget, topology_labels
 from fsdp_jobs.launchers.kubernetes.manifests import WORKLOADS
-from fsdp_jobs.launchers.kubernetes.pods import cluster_of
+from fsdp_jobs.launchers.kubernetes.pods import cluster_of, coordinator_pod, names_of, node_pod
 from fsdp_jobs.launchers.kubernetes.skeletons import Object
 from fsdp_jobs.plan.memory import GIB
 from fsdp_jobs.run.table import size
@@ -43,7 +43,7 @@ def validate_with_cluster(api: Api, job: Job, objects: Sequence[Object]) -> None
         BadInput: with all problems: missing permissions first, then operators, then everything else.
     """
     config = job.config
-    asked = (api.groups, lambda: [*_not_permitted(api, config)], lambda: [*_not_admitted(api, objects)])
+    asked = (api.groups, lambda: [*_not_permitted(api, config)], lambda: _not_admitted(api, job, objects))
     try:
         groups, missing, refused = at_once(lambda ask: ask(), asked)
         problems = missing or [*_not_installed(config, groups)]
@@ -51,7 +51,7 @@ def validate_with_cluster(api: Api, job: Job, objects: Sequence[Object]) -> None
     except ApiError as e:
         problems = [explain(api, e, "cluster=kubernetes")]
     if problems:
-        raise BadInput(list(dict.fromkeys(problems)))
+        raise BadInput(problems)
 
 
 def _no_room(job: Job) -> Iterator[Problem]:
@@ -180,19 +180,15 @@ def _claim_and_queue(api: Api, config: JobConfig, groups: dict[str, str]) -> Ite
             yield Problem(f"cluster.queue={cluster.queue}", what, nearest(cluster.queue, queues))
 
 
-def _not_admitted(api: Api, objects: Sequence[Object]) -> Iterator[Problem]:
-    """Yield the server's refusals in a dry run of each object, and of a pod of each kind; equal messages once."""
-    said: set[str] = set()
-    bodies = [*objects, *(p for o in objects for p in _pods_of(o))]
-    for body, refusal in zip(bodies, at_once(lambda body: _refusal(api, body), bodies), strict=True):
-        if refusal is None:
-            continue
-        name = body["metadata"]["name"]
-        words = str(refusal).replace(name, "")
-        if words in said or not _is_final(body, words):
-            continue
-        said.add(words)
-        yield explain(api, refusal, f"{body['kind']} {name}")
+def _not_admitted(api: Api, job: Job, objects: Sequence[Object]) -> list[Problem]:
+    """Return the server's refusals in a dry run of each object, and of a pod of each kind; equal messages once."""
+    bodies, problems = [*objects, *_pods(job)], dict[str, Problem]()
+    for body, refusal in zip(bodies, at_once(api.refusal, bodies), strict=True):
+        if refusal is not None and _is_final(body, str(refusal)):
+            name = body["metadata"]["name"]
+            problem = explain(api, refusal, f"{body['kind']} {name}")
+            problems.setdefault(problem.what.replace(name, ""), problem)
+    return [*problems.values()]
 
 
 def _is_final(body: Object, message: str) -> bool:
@@ -226,21 +222,9 @@ def _quantities(text: str) -> dict[str, Any]:
     return {key: parse_quantity(amount) for key, _, amount in pairs}
 
 
-def _refusal(api: Api, body: Object) -> ApiError | None:
-    try:
-        api.create(body, dry_run=True)
-    except ApiError as e:
-        return e
-    return None
-
-
-def _pods_of(body: Object) -> Iterator[Object]:
-    """Yield pods of an object's templates: admission checks accounts, quota and security on pods."""
-    spec = body.get("spec", {})
-    templates = [spec["template"]] if "template" in spec else []
-    templates += [r["template"]["spec"]["template"] for r in spec.get("replicatedJobs", [])]
-    templates += [task["template"] for task in spec.get("tasks", [])[:2]]  # of a coordinator and many equal nodes
-    for number, template in enumerate(templates):
-        name = f"{body['metadata']['name']}-check-{number}"
-        pod_metadata = {**template["metadata"], "name": name}
-        yield {"apiVersion": "v1", "kind": "Pod", "metadata": pod_metadata, "spec": template["spec"]}
+def _pods(job: Job) -> Iterator[Object]:
+    """Yield a pod of each kind: admission checks accounts, quota and security on pods."""
+    app = names_of(job).app
+    for number, template in enumerate((coordinator_pod(job), node_pod(job, app, "0"))):
+        metadata = {**template["metadata"], "name": f"{app}-check-{number}"}
+        yield {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
