@@ -6,6 +6,7 @@ outcome is read from its run directory: the verdict of its newest attempt.
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import socket
@@ -19,6 +20,8 @@ from functools import cache, cached_property
 from importlib.metadata import EntryPoints, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import yaml
 
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.schema import JobConfig
@@ -97,6 +100,12 @@ def findings(what: str, problems: Sequence[Problem], fine: str = "nothing is mis
         yield Finding(what, "bad", f"{problem.where}: {problem.what}", problem.instead)
     if not problems:
         yield Finding(what, "ok", fine)
+
+
+def to_yaml(*documents: object) -> str:
+    """Render documents as YAML; parts that they share are repeated, without anchors and aliases."""
+    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+    return str(yaml.dump_all(json.loads(json.dumps(documents)), Dumper=dumper, sort_keys=False, width=1000))
 
 
 def new_submission() -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 import time
@@ -14,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import docker
-import yaml
 from docker.context import ContextAPI
 from docker.context.config import get_current_context_name
 from docker.types import DeviceRequest
@@ -25,7 +23,7 @@ from fsdp_jobs.config.clusters import DockerClusterConfig
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.app import arguments
-from fsdp_jobs.launchers.base import Job
+from fsdp_jobs.launchers.base import Job, to_yaml
 from fsdp_jobs.launchers.mounts import Mount, mounts_of
 from fsdp_jobs.launchers.snapshot import Snapshot, take, with_code
 from fsdp_jobs.run.directory import RunDir
@@ -94,9 +92,8 @@ class DockerRequest:
     code: Snapshot | None = None  # copied at submission
 
     def __str__(self) -> str:
-        containers = json.loads(json.dumps(self.containers))  # the API's own types are subclasses of dict
         shown = {"network": self.prefix, "image": self.image, "gpus": self.gpus, "pass_env": self.pass_env}
-        return str(yaml.safe_dump({**shown, "containers": containers}, sort_keys=False, width=1000))
+        return to_yaml({**shown, "containers": self.containers})
 
 
 def prefix_of(run: RunDir) -> str:

@@ -10,14 +10,13 @@ from itertools import chain
 from pathlib import Path
 from urllib.parse import urlsplit
 
-import yaml
 from torchx.specs import AppState, ReplicaStatus, RoleStatus
 
 from fsdp_jobs.config.clusters import KubernetesClusterConfig
 from fsdp_jobs.config.errors import BadInput, JobFailed
 from fsdp_jobs.config.resolve import most_nodes, ranks_per_node
 from fsdp_jobs.config.schema import JobConfig, load_config, plain_values
-from fsdp_jobs.launchers.base import Description, Job, Launcher, at_once, grouped, prepare_each
+from fsdp_jobs.launchers.base import Description, Job, Launcher, at_once, grouped, prepare_each, to_yaml
 from fsdp_jobs.launchers.kubernetes import conditions, machines, mirror, validate
 from fsdp_jobs.launchers.kubernetes.api import Api, ApiError, explain
 from fsdp_jobs.launchers.kubernetes.labels import (
@@ -57,7 +56,7 @@ class KubernetesRequest:
     node_labels: dict[str, dict[str, str]] = field(default_factory=dict)  # of machines; pods may not read them
 
     def __str__(self) -> str:
-        return _to_yaml(self.objects)
+        return to_yaml(*self.objects)
 
 
 @dataclass(frozen=True)
@@ -132,7 +131,7 @@ class KubernetesLauncher(Launcher):
             files = {**files, job.run.node_labels: json.dumps(request.node_labels)}
         if root["spec"].get("suspend"):
             root = merge(root, {"spec": {"suspend": cluster_of(job.config).queue is not None}})
-        return _to_yaml([*files_objects(job, files), root, *owned])
+        return to_yaml(*files_objects(job, files), root, *owned)
 
     def prepare(self, jobs: Sequence[Job]) -> list[KubernetesRequest]:
         return prepare_each(jobs, lambda job: validate.wrong_keys(job.config), _prepare)
@@ -277,12 +276,6 @@ def _is_there(api: Api, kind: str, name: str) -> bool:
 def _is_queued(root: Object) -> bool:
     """Return whether Kueue decides when a job starts, in `cluster.queue` or the namespace's default queue."""
     return QUEUE in root["metadata"]["labels"]
-
-
-def _to_yaml(objects: Sequence[Object]) -> str:
-    without_shared_parts = json.loads(json.dumps(objects))  # YAML would render them as anchors and aliases
-    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-    return str(yaml.dump_all(without_shared_parts, Dumper=dumper, sort_keys=False, width=120))
 
 
 def _describe(app: _App, api: Api, jobs: list[Object], pods: list[Object]) -> Description | None:

@@ -7,11 +7,9 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
-import yaml
-
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.schema import JobConfig
-from fsdp_jobs.launchers.base import Description, Job, Launcher, at_once, prepare_each
+from fsdp_jobs.launchers.base import Description, Job, Launcher, at_once, prepare_each, to_yaml
 from fsdp_jobs.launchers.slurm import client, container, site, submission, validate
 from fsdp_jobs.launchers.slurm.examine import examine
 from fsdp_jobs.launchers.slurm.script import Script, cluster_of, commands, margin_s, script
@@ -85,7 +83,7 @@ class SlurmLauncher(Launcher):
         return site.topology_of(site.site_of(config), config)
 
     def site_file(self) -> str:
-        return str(yaml.safe_dump(asdict(site.ask()), sort_keys=False, width=1000))
+        return to_yaml(asdict(site.ask()))
 
     def offline_notes(self, config: JobConfig) -> list[str]:
         if not (why := client.silent()):
