@@ -42,7 +42,7 @@ class DockerLauncher(DetachedLauncher):
             daemon = validate.ASSUMED if api is None else api.info()
             return prepare_each(
                 jobs,
-                lambda job: validate.problems_of(api, job, daemon, visible_gpus()),
+                lambda job: validate.problems_of(api, job, daemon),
                 lambda job: containers.translate(job, daemon, visible_gpus() if job.plan.backend != "gloo" else []),
             )
 

@@ -27,13 +27,12 @@ _GPU_HOOK = "nvidia-container-runtime-hook"  # with it Docker can assign GPUs ev
 ASSUMED = {"MemTotal": 1 << 60, "NCPU": os.cpu_count() or 1}  # of a daemon that cannot be asked
 
 
-def problems_of(api: docker.APIClient | None, job: Job, daemon: dict[str, Any], gpus: list[str]) -> Iterator[Problem]:
+def problems_of(api: docker.APIClient | None, job: Job, daemon: dict[str, Any]) -> Iterator[Problem]:
     """Yield the problems that keep a job from being submitted.
 
     Args:
         api: None if the daemon cannot be asked.
         daemon: the output of `docker info`.
-        gpus: ids of this machine's GPUs.
     """
     cluster = cluster_of(job.config)
     yield from _inputs(cluster)
@@ -42,7 +41,7 @@ def problems_of(api: docker.APIClient | None, job: Job, daemon: dict[str, Any], 
         return
     yield from _image(api, cluster)
     if job.plan.backend != "gloo":
-        yield from _gpus(job.config, daemon, gpus)
+        yield from _gpus(job.config, daemon, visible_gpus())
     yield from _names(api, job)
 
 
@@ -95,9 +94,8 @@ def _inputs(cluster: DockerClusterConfig) -> Iterator[Problem]:
 
 
 def _image(api: docker.APIClient, cluster: DockerClusterConfig) -> Iterator[Problem]:
-    if not cluster.image or cluster.image.startswith("-"):
-        what, cure = "is not the name of an image", "docker images lists those that this Docker has"
-        yield Problem(f"cluster.image={cluster.image or ''}", what, cure)
+    if not cluster.image:
+        yield Problem("cluster.image", "is not given", "docker images lists those that this Docker has")
         return
     try:
         api.inspect_image(cluster.image)
