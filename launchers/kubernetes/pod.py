@@ -13,7 +13,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -35,6 +34,7 @@ from fsdp_jobs.run.directory import RunDir, rank_logs
 from fsdp_jobs.run.files import write_atomic, write_json
 from fsdp_jobs.run.identity import Identity
 from fsdp_jobs.run.tail import TIMES, Tail
+from fsdp_jobs.run.threads import wait_until
 from fsdp_jobs.run.verdict import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, Verdict
 
 _POLL_S = 0.5
@@ -110,18 +110,17 @@ def follow(run: RunDir, app: str, argv: Sequence[str]) -> int:
 
 def _files_come(run: RunDir, app: str) -> bool:
     """Wait until the coordinator's pod has brought the job's files; False when it never will."""
-    deadline = time.monotonic() + _FILES_S
-    if not pods_write_here(run, app):
-        logger.info("waiting for the coordinator's pod to bring the job's files to %s", run.path)
-    while not pods_write_here(run, app):
-        if ended_early(run, app).exists():
-            logger.error("the job has ended before its files were brought: the coordinator's pod says why")
-            return False
-        if time.monotonic() > deadline:
-            logger.error("no coordinator's pod has brought the job's files in %.0f s: this pod ends", _FILES_S)
-            return False
-        time.sleep(_POLL_S)
-    return True
+    if pods_write_here(run, app):
+        return True
+    logger.info("waiting for the coordinator's pod to bring the job's files to %s", run.path)
+    wait_until(lambda: pods_write_here(run, app) or ended_early(run, app).exists(), _FILES_S, _POLL_S)
+    if pods_write_here(run, app):
+        return True
+    if ended_early(run, app).exists():
+        logger.error("the job has ended before its files were brought: the coordinator's pod says why")
+    else:
+        logger.error("no coordinator's pod has brought the job's files in %.0f s: this pod ends", _FILES_S)
+    return False
 
 
 def seed(run: RunDir) -> None:

@@ -18,7 +18,6 @@ from fsdp_jobs.run.goodput import slowest_save_s
 
 _LEAVE_S = 15.0  # after the save, for the verdict and for processes to end
 _PROGRAM = "fsdp_jobs.launchers.kubernetes.pod"
-_KUEUE_TOPOLOGY = "kueue.x-k8s.io/podset-preferred-topology"
 
 
 def cluster_of(config: JobConfig) -> KubernetesClusterConfig:
@@ -44,16 +43,14 @@ def node_pod(job: Job, coordinator: str, node: str) -> Object:
     siblings = {"matchLabels": {APP: names_of(job).app, ROLE: "trainer"}}
     own = fill(
         "pod_trainer",
+        kueue_topology=None if cluster.queue is None or cluster.workload == "volcano" else cluster.leaf_label,
         amounts=_amounts(cluster, role),
         shm=cluster.shm,
         node_selector=cluster.node_selector or None,
         siblings=siblings,
         affinity=_affinity(cluster, siblings, sorted(job.run.excluded_hosts())) or None,
     )
-    template = _pod(job, role, ["node", f"{coordinator}:{COORDINATOR_PORT}"], node, _user_env(cluster), own)
-    if cluster.queue is not None and cluster.leaf_label and cluster.workload != "volcano":
-        template["metadata"]["annotations"][_KUEUE_TOPOLOGY] = cluster.leaf_label
-    return template
+    return _pod(job, role, ["node", f"{coordinator}:{COORDINATOR_PORT}"], node, _user_env(cluster), own)
 
 
 def coordinator_pod(job: Job) -> Object:
