@@ -10,7 +10,7 @@ from fsdp_jobs.config.resolve import node_range
 from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.kubernetes.labels import NODE, QUEUE, RUN, Names, job_files
 from fsdp_jobs.launchers.kubernetes.pods import cluster_of, coordinator_pod, names_of, node_pod
-from fsdp_jobs.launchers.kubernetes.skeletons import Object, fill
+from fsdp_jobs.launchers.kubernetes.skeletons import Object, fill, merge
 
 _INDEX = "$(JOB_COMPLETION_INDEX)"  # the kubelet replaces it by the pod's number
 _MIN_PARALLELISM = "kueue.x-k8s.io/job-min-parallelism"
@@ -101,9 +101,8 @@ def files_objects(job: Job, files: Mapping[Path, str | None] | None = None) -> l
 
 def owned_by(root: Object, body: Object) -> Object:
     """Return `body` owned by `root`, which the server has created: it is deleted with `root`."""
-    owner = {k: root[k] for k in ("apiVersion", "kind")}
-    owner |= {"name": root["metadata"]["name"], "uid": root["metadata"]["uid"], "controller": False}
-    return {**body, "metadata": {**body["metadata"], "ownerReferences": [owner]}}
+    owner = {k: root[k] for k in ("apiVersion", "kind")} | {k: root["metadata"][k] for k in ("name", "uid")}
+    return merge(body, {"metadata": {"ownerReferences": [owner]}})
 
 
 def _metadata(job: Job, name: str, queue: str | None = None, **annotations: str) -> Object:

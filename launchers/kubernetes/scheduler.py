@@ -156,11 +156,12 @@ class KubernetesLauncher(Launcher):
             write_atomic(job.run.node_labels, json.dumps(request.node_labels))
         try:
             owner = {**root, "metadata": api.create(root)["metadata"]}
-            owned = [owned_by(owner, body) for body in (*files_objects(job), *owned)]
-            at_once(api.create, [body for body in owned if body["kind"] != "Job"])
+            bodies = (owned_by(owner, body) for body in (*files_objects(job), *owned))
+            are_jobs = grouped(bodies, lambda body: body["kind"] == "Job")
+            at_once(api.create, are_jobs[False])
             if not _is_queued(owner) and root["spec"].get("suspend"):
                 api.patch(root, {"spec": {"suspend": False}})  # before nodes that may take all machines
-            at_once(api.create, [body for body in owned if body["kind"] == "Job"])
+            at_once(api.create, are_jobs[True])
         except ApiError as e:
             raise BadInput([explain(api, e, app_id)]) from e
         self.remember(app_id, job.run)
@@ -281,16 +282,17 @@ def _is_queued(root: Object) -> bool:
 def _describe(app: _App, api: Api, jobs: list[Object], pods: list[Object]) -> Description | None:
     """Describe an app, copy what its pods published, and delete remains of an ended one; None if it does not exist."""
     root, run = app.root(api, jobs), app.run
+    mirrored = None if run is None or pods_write_here(run, app.names.app) else run
     if root is None:
         _has_left_nothing(run)
-        if run is None or pods_write_here(run, app.names.app) or Verdict.final(run) is not None:
+        if mirrored is None or Verdict.final(mirrored) is not None:
             return None
         what = "its objects were deleted, after cluster.keep_hours or by hand, before this machine saw its end"
         return Description(State.UNKNOWN, f"{what}: its run directory on the claim has it; resume continues from there")
     state, verdict, unread = conditions.state_of(root, pods), conditions.verdict_of(pods), ""
-    if run is not None and not pods_write_here(run, app.names.app):
-        mirror.pass_on_stop(run, api, pods)
-        unread = mirror.pull(run, api, pods)
+    if mirrored is not None:
+        mirror.pass_on_stop(mirrored, api, pods)
+        unread = mirror.pull(mirrored, api, pods)
     if state.is_active:
         why = conditions.why_waiting(api, root, jobs, pods)
         if run is not None and Verdict.final(run) is None:  # else it has ended, and the pods do not show it yet
