@@ -50,13 +50,12 @@ def jobset_objects(job: Job) -> list[Object]:
 def volcano_objects(job: Job) -> list[Object]:
     """Translate for `workload=volcano`: one Volcano job, a gang of the coordinator and the minimum of nodes."""
     low, high = node_range(job.config.nodes)
-    cluster, names, of_role = cluster_of(job.config), names_of(job), fill("volcano_tasks")
-    tasks = [{"name": "coordinator-0", **of_role["coordinator"], "template": coordinator_pod(job)}]
+    cluster, names = cluster_of(job.config), names_of(job)
+    tasks = [fill("volcano_coordinator", template=coordinator_pod(job))]
     for node in range(high):
         template = node_pod(job, _in_gang(names), str(node))
         template["metadata"]["labels"][NODE] = str(node)
-        own = {"name": f"trainer-{node}", "minAvailable": int(node < low)}
-        tasks.append({**own, **of_role["trainer"], "template": template})
+        tasks.append(fill("volcano_trainer", task=f"trainer-{node}", needed=int(node < low), template=template))
     return [
         fill(
             "volcano",
@@ -102,7 +101,8 @@ def files_objects(job: Job, files: Mapping[Path, str | None] | None = None) -> l
 def owned_by(root: Object, body: Object) -> Object:
     """Return `body` owned by `root`, which the server has created: it is deleted with `root`."""
     owner = {k: root[k] for k in ("apiVersion", "kind")} | {k: root["metadata"][k] for k in ("name", "uid")}
-    return merge(body, {"metadata": {"ownerReferences": [owner]}})
+    owned: Object = merge(body, {"metadata": {"ownerReferences": [owner]}})
+    return owned
 
 
 def _metadata(job: Job, name: str, queue: str | None = None, **annotations: str) -> Object:

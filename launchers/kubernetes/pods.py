@@ -48,8 +48,12 @@ def node_pod(job: Job, coordinator: str, node: str) -> Object:
         shm=cluster.shm,
         node_selector=cluster.node_selector or None,
         siblings=siblings,
-        affinity=_affinity(cluster, siblings, sorted(job.run.excluded_hosts())) or None,
     )
+    if cluster.leaf_label is not None:
+        own = merge(own, fill("pod_near", siblings=siblings, leaf_label=cluster.leaf_label))
+    if excluded := sorted(job.run.excluded_hosts()):
+        elsewhere = [{"key": "metadata.name", "operator": "NotIn", "values": [host]} for host in excluded]
+        own = merge(own, fill("pod_elsewhere", elsewhere=elsewhere))
     return _pod(job, role, ["node", f"{coordinator}:{COORDINATOR_PORT}"], node, _user_env(cluster), own)
 
 
@@ -108,20 +112,6 @@ def _amounts(cluster: KubernetesClusterConfig, role: Role) -> dict[str, str]:
         **({cluster.gpu_resource: str(ranks)} if on_gpu else {}),
         **cluster.resources,
     }
-
-
-def _affinity(cluster: KubernetesClusterConfig, siblings: Object, excluded: list[str]) -> Object:
-    """Prefer machines under one leaf switch, and exclude those that failed too often."""
-    affinity: Object = {}
-    if cluster.leaf_label is not None:
-        term = {"labelSelector": siblings, "topologyKey": cluster.leaf_label}
-        preferred = [{"weight": 100, "podAffinityTerm": term}]
-        affinity["podAffinity"] = {"preferredDuringSchedulingIgnoredDuringExecution": preferred}
-    if excluded:
-        fields = [{"key": "metadata.name", "operator": "NotIn", "values": [host]} for host in excluded]
-        terms = {"nodeSelectorTerms": [{"matchFields": fields}]}
-        affinity["nodeAffinity"] = {"requiredDuringSchedulingIgnoredDuringExecution": terms}
-    return affinity
 
 
 def _values(env: Mapping[str, str]) -> dict[str, Object]:

@@ -243,7 +243,7 @@ def test_skeletons_say_what_the_pods_program_says() -> None:
     _, fails, requeues = fill("job_coordinator")["spec"]["podFailurePolicy"]["rules"]
     assert (fails["action"], fails["onExitCodes"]["values"]) == ("FailJob", [EXIT_FAILED])
     assert (requeues["action"], requeues["onExitCodes"]["values"]) == ("Ignore", [EXIT_REQUEUE])
-    policies = fill("volcano_tasks")["coordinator"]["policies"]
+    policies = fill("volcano_coordinator")["policies"]
     assert [p["exitCode"] for p in policies if p["action"] == "TerminateJob"] == [EXIT_FAILED]
 
 
