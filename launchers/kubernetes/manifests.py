@@ -13,23 +13,22 @@ from fsdp_jobs.launchers.kubernetes.pods import cluster_of, coordinator_pod, nam
 from fsdp_jobs.launchers.kubernetes.skeletons import Object, fill, merge
 
 _INDEX = "$(JOB_COMPLETION_INDEX)"  # the kubelet replaces it by the pod's number
-_MIN_PARALLELISM = "kueue.x-k8s.io/job-min-parallelism"
-_COMPLETIONS_FOLLOW = "kueue.x-k8s.io/job-completions-equal-parallelism"
 
 
 def job_objects(job: Job) -> list[Object]:
     """Translate for `workload=job`: two Jobs and a headless Service."""
     low, high = node_range(job.config.nodes)
     queue, names = cluster_of(job.config).queue, names_of(job)
-    elastic = {_MIN_PARALLELISM: str(low), _COMPLETIONS_FOLLOW: "true"} if queue is not None and low < high else {}
     coordinator, node = coordinator_pod(job), node_pod(job, f"{names.app}-0.{names.app}", _INDEX)
     for template in (coordinator, node):
         template["spec"]["subdomain"] = names.app
     metadata = _metadata(job, names.app, queue)
     root = fill("job_coordinator", metadata=metadata, template=coordinator, suspend=True, keep_s=_keep_s(job))
     service = fill("service", metadata=_metadata(job, names.app), labels=names.labels)
-    metadata = _metadata(job, names.nodes, queue, **elastic)
-    return [root, service, _nodes(job, node, metadata=metadata, suspend=queue is not None or None)]
+    nodes = _nodes(job, node, metadata=_metadata(job, names.nodes, queue), suspend=queue is not None or None)
+    if queue is not None and low < high:
+        nodes = merge(nodes, fill("job_elastic", low=str(low)))
+    return [root, service, nodes]
 
 
 def jobset_objects(job: Job) -> list[Object]:
@@ -105,14 +104,14 @@ def owned_by(root: Object, body: Object) -> Object:
     return owned
 
 
-def _metadata(job: Job, name: str, queue: str | None = None, **annotations: str) -> Object:
+def _metadata(job: Job, name: str, queue: str | None = None) -> Object:
     """Return an object's metadata; `queue` is the Kueue queue that admits it."""
     cluster = cluster_of(job.config)
     return {
         "name": name,
         "namespace": cluster.namespace,
         "labels": {**cluster.labels, **names_of(job).labels, QUEUE: queue},
-        "annotations": {**cluster.annotations, RUN: job.run.name, **annotations},
+        "annotations": {**cluster.annotations, RUN: job.run.name},
     }
 
 
