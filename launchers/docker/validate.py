@@ -40,8 +40,7 @@ def problems_of(api: docker.APIClient | None, job: Job, daemon: dict[str, Any]) 
     if api is None:
         return
     yield from _image(api, cluster)
-    if job.plan.backend != "gloo":
-        yield from _gpus(job.config, daemon, visible_gpus())
+    yield from _gpus(job.config, daemon, visible_gpus())
     yield from _names(api, job)
 
 
@@ -53,8 +52,7 @@ def examine(api: docker.APIClient, config: JobConfig) -> Iterator[Finding]:
     if not daemon.get("MemoryLimit", True):
         what = "this Docker does not limit memory: cluster.memory has no effect"
         yield Finding("limits", "warning", what, "rootless Docker needs cgroup v2; docker info says more")
-    too_few = _gpus(config, daemon, gpus) if accelerator(config) == "cuda" else ()
-    yield from findings("GPUs", list(too_few), f"{len(gpus)} on this machine")
+    yield from findings("GPUs", list(_gpus(config, daemon, gpus)), f"{len(gpus)} on this machine")
     if problems := list(_image(api, cluster)):
         raise BadInput(problems)
     yield Finding("image", "ok", f"{cluster.image} is here; Python is started in it, which can take a minute or more")
@@ -126,6 +124,8 @@ def _sizes(job: Job, daemon: dict[str, Any]) -> Iterator[Problem]:
 
 def _gpus(config: JobConfig, daemon: dict[str, Any], gpus: list[str]) -> Iterator[Problem]:
     wanted = most_nodes(config) * ranks_per_node(config)
+    if accelerator(config) != "cuda":
+        return
     if len(gpus) < wanted:
         what = f"the job needs {wanted} GPUs, one per rank; this machine has {len(gpus)}"
         cure = "fewer nodes, a smaller nproc_per_node, or hardware=cpu to rehearse without"

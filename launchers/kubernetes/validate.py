@@ -165,11 +165,10 @@ def _not_installed(config: JobConfig, groups: dict[str, str]) -> Iterator[Proble
 def _claim_and_queue(api: Api, config: JobConfig, groups: dict[str, str]) -> Iterator[Problem]:
     cluster = cluster_of(config)
     claim = api.read("v1", "PersistentVolumeClaim", str(cluster.claim))
-    modes = claim["spec"]["accessModes"] if claim is not None else []
     if claim is None:
         what = f"there is no such claim in namespace {api.namespace}"
         yield Problem(f"cluster.claim={cluster.claim}", what, "deploy/kubernetes/base/claim.yaml makes one")
-    elif not {"ReadWriteMany", "ReadWriteOnce"} & set(modes):
+    elif not {"ReadWriteMany", "ReadWriteOnce"} & set(modes := claim["spec"]["accessModes"]):
         what = f"can be mounted {' or '.join(modes)} only; several pods write to it"
         yield Problem(f"cluster.claim={cluster.claim}", what, "a claim with ReadWriteMany")
     if cluster.queue is not None and cluster.workload != "volcano":
