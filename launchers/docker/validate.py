@@ -92,13 +92,11 @@ def _inputs(cluster: DockerClusterConfig) -> Iterator[Problem]:
 
 
 def _image(api: docker.APIClient, cluster: DockerClusterConfig) -> Iterator[Problem]:
-    if not cluster.image:
-        yield Problem("cluster.image", "is not given", "docker images lists those that this Docker has")
-        return
     try:
         api.inspect_image(cluster.image)
-    except docker.errors.APIError as e:
-        what = "this Docker has no such image" if isinstance(e, docker.errors.ImageNotFound) else str(e.explanation)
+    except docker.errors.DockerException as e:
+        is_missing = isinstance(e, docker.errors.ImageNotFound | docker.errors.NullResource)
+        what = "this Docker has no such image" if is_missing else str(getattr(e, "explanation", e))
         yield Problem(f"cluster.image={cluster.image}", what, _BUILD.format(cluster.image))
 
 
