@@ -26,7 +26,7 @@ from fsdp_jobs.config.schema import load_config
 from fsdp_jobs.control.coordinator import Coordinator
 from fsdp_jobs.control.fencing import CHARGE_S
 from fsdp_jobs.control.placement import ConnectedAgent
-from fsdp_jobs.control.requests import Requests, read_requests
+from fsdp_jobs.control.requests import read_requests
 from fsdp_jobs.run import log, messages
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ATTEMPT_ENV, COORDINATOR_ENV
@@ -65,23 +65,18 @@ class Server:
         for number in STOP_SIGNALS:
             why = f"{signal.Signals(number).name} received"
             loop.add_signal_handler(number, lambda why: coordinator.on_stop(why, time.monotonic()), why)
-        charge = asyncio.create_task(self._keep_charge())
-        requests = asyncio.create_task(self._read_requests())
+        watches = [asyncio.create_task(watch) for watch in (self._keep_charge(), self._watch_requests())]
         server = await asyncio.start_server(self._agent, hosts, port, reuse_port=True)  # see hold_port
         try:  # `async with` would wait for connections since Python 3.12, and answer agents after an error, too
             while (exit_code := self._exit_code()) is None:
                 await asyncio.sleep(_TICK_S)
-                if charge.done():
-                    charge.result()  # raises its error
-                if requests.done():
-                    coordinator.on_requests(requests.result(), time.monotonic())
-                    requests = asyncio.create_task(self._read_requests())
+                for watch in watches:
+                    if watch.done():
+                        watch.result()  # raises its error
                 coordinator.tick(time.monotonic())
         finally:
             server.close()
-        charge.cancel()
-        requests.cancel()
-        return exit_code
+        return exit_code  # `asyncio.run` cancels the watches
 
     def _exit_code(self) -> int | None:
         """Return the attempt's exit code once nothing is left to do, even if another coordinator took over."""
@@ -97,10 +92,13 @@ class Server:
             verdict = coordinator.verdict
         return verdict.exit_code_of_attempt if verdict is not None else None
 
-    async def _read_requests(self) -> Requests:
+    async def _watch_requests(self) -> None:
         """Read the requests in a thread, so agents get answers while the file system hangs."""
-        await asyncio.sleep(_REQUESTS_S)
-        return await asyncio.to_thread(read_requests, self.coordinator.run, self.coordinator.round.running)
+        coordinator = self.coordinator
+        while True:
+            await asyncio.sleep(_REQUESTS_S)
+            found = await asyncio.to_thread(read_requests, coordinator.run, coordinator.round.running)
+            coordinator.on_requests(found, time.monotonic())
 
     async def _keep_charge(self) -> None:
         """Take charge of the run, and give up when another coordinator does, of this or a later attempt.
