@@ -8,22 +8,13 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from fsdp_jobs.control.round import Round, is_progress
 from fsdp_jobs.run import events
 from fsdp_jobs.run.failure import Failure
 from fsdp_jobs.run.table import counted
 from fsdp_jobs.run.verdict import Verdict
-
-if TYPE_CHECKING:
-    from fsdp_jobs.control.round import Round
-
-_LONG_ROUND_S = 600.0
-
-
-def is_progress(began_at: float, failed_at: float, saves: bool) -> bool:
-    """Whether a round in which a program saved nothing was so long that it counts as progress."""
-    return not saves and failed_at - began_at > _LONG_ROUND_S
 
 
 @dataclass(frozen=True)

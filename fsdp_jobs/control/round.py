@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from fsdp_jobs.control.failures import is_progress
 from fsdp_jobs.run.failure import Failure
 from fsdp_jobs.run.rank_state import Request
+
+_LONG_ROUND_S = 600.0
+
+
+def is_progress(began_at: float, failed_at: float, saves: bool) -> bool:
+    """Whether a round in which a program saved nothing was so long that it counts as progress."""
+    return not saves and failed_at - began_at > _LONG_ROUND_S
 
 
 @dataclass
