@@ -120,7 +120,7 @@ class Attempt:
         return self.agents.have_ended() and self._here() == self.round.size
 
     def _on_ranks_ended(self, agent: ConnectedAgent) -> None:
-        self.leases.surrender(agent.id)
+        self.leases.pop(agent.id, None)
         self.round.has_gaps |= agent.in_round
 
     def _request(self, request: Request) -> None:

@@ -63,15 +63,16 @@ class Coordinator(Attempt):
             agent.send(messages.End(EXIT_REQUEUE, why))
             return False
         patience_s = min(3 * self.elastic.heartbeat_interval_s, self.elastic.heartbeat_timeout_s)
-        if (other := self.agents.of_node(agent.node)) is not None and other.id != agent.id:
-            is_saving = other.in_round and self.stop_reason is not None and self.verdict is None
-            if is_saving or now - other.heard <= patience_s:
+        before = self.agents.get(agent.node)
+        if before is not None and before.id != agent.id:
+            is_saving = before.in_round and self.stop_reason is not None and self.verdict is None
+            if is_saving or now - before.heard <= patience_s:
                 return False  # it will try again
-            self.on_gone(other, f"node {other.node} was silent and has been replaced", now)
-        before = self.agents.get(agent.id)
-        self.agents.add(agent)
+            self.on_gone(before, f"node {agent.node} was silent and has been replaced", now)
+            before = None
+        self.agents[agent.node] = agent
         agent.ended = hello.ended
-        self.leases.surrender(agent.host)
+        self.leases.pop(agent.host, None)
         self.term_seen = max(self.term_seen, hello.term)
         if self.verdict is not None:
             self._send_end(agent)
@@ -181,7 +182,7 @@ class Coordinator(Attempt):
 
     def on_ended(self, agent: ConnectedAgent, ended: messages.Ended, now: float) -> None:
         agent.ended = True
-        self.leases.surrender(agent.id)
+        self.leases.pop(agent.id, None)
         if self._have_ended() and self.verdict is None and not self.round.stops_by_signal:
             self.close(self._done(), now)  # after a signal, `_watch_round` closes it
 
@@ -194,9 +195,9 @@ class Coordinator(Attempt):
         Args:
             certain: its process and its ranks are dead; otherwise its ranks may run until the lease expires.
         """
-        if self.agents.get(agent.id) is not agent:
+        if self.agents.get(agent.node) is not agent:
             return
-        del self.agents[agent.id]
+        del self.agents[agent.node]
         agent.drop()
         if certain:
             self._on_ranks_ended(agent)
@@ -284,7 +285,7 @@ class Coordinator(Attempt):
             if not agent.is_leaving:
                 why = self._exclusion = f"{agent.host} is excluded: {excluded[agent.host]}"
             agent.send(messages.End(EXIT_REQUEUE, why))
-            del self.agents[agent.id]
+            del self.agents[agent.node]
 
     def _next_term(self, now: float) -> int | None:
         """Return the term of the next round, None until it is claimed."""

@@ -24,7 +24,7 @@ class Leases(dict[str, float]):
     """Expiry times of the leases of ranks that may still run, by their agent's id or by unseen machine.
 
     A machine is unseen if ranks of an earlier coordinator may run there and no agent has connected from it yet. An
-    agent that is cut off cannot connect.
+    agent that is cut off cannot connect. A lease is dropped when the ranks have ended, or the machine is seen.
     """
 
     def __init__(self, elastic: ElasticConfig, unseen: Iterable[str]):
@@ -35,10 +35,6 @@ class Leases(dict[str, float]):
     def hold(self, agent: str, now: float) -> None:
         """Renew the lease of an agent with ranks, which was just answered."""
         self[agent] = now + self._lasts_s
-
-    def surrender(self, holder: str) -> None:
-        """End a lease, because an agent's ranks have ended or an agent has connected from a machine."""
-        self.pop(holder, None)
 
     def on_charge(self, now: float) -> None:
         """Let the leases of unseen machines expire: earlier coordinators look for this one within `CHARGE_S`."""

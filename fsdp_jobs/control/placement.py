@@ -81,19 +81,8 @@ def hostlist_of(hosts: Sequence[str]) -> str:
     return to_hostlist(hosts) if "SLURM_JOB_NODELIST" in os.environ else ""
 
 
-class Agents(dict[str, ConnectedAgent]):
-    """The connected agents, by id. Methods do not loop over ranks, and a beat causes no loop over agents."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._newest: dict[int, str] = {}  # node -> id of the agent that connected last
-
-    def add(self, agent: ConnectedAgent) -> None:
-        self[agent.id] = agent
-        self._newest[agent.node] = agent.id
-
-    def of_node(self, node: int) -> ConnectedAgent | None:
-        return self.get(self._newest.get(node, ""))
+class Agents(dict[int, ConnectedAgent]):
+    """The connected agents, by node. Methods do not loop over ranks, and a beat causes no loop over agents."""
 
     def in_round(self) -> list[ConnectedAgent]:
         return [a for a in self.values() if a.in_round]

@@ -590,7 +590,7 @@ def test_a_tick_compares_no_agents_with_each_other_while_all_are_heard(
     cluster.later(1)
     assert len(looks) == 10, "once for all that may be lost, each tick"
     cluster.later(60, members[1])
-    assert [*cluster.coordinator.agents] == [members[1].id]
+    assert [*cluster.coordinator.agents.values()] == [members[1]]
 
 
 def test_an_agent_connects_without_a_look_at_all_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -224,7 +224,7 @@ def test_strangers_fill_neither_descriptors_nor_the_log(
                 with suppress(OSError):
                     stranger.socket.sendall(content)
                 assert stranger.is_closed()
-        assert held and list(server.coordinator.agents) == ["a"]
+        assert held and [agent.id for agent in server.coordinator.agents.values()] == ["a"]
 
     serving(tmp_path, talk)
     lines = [r for r in caplog.records if "refused" in r.getMessage() or r.levelno >= logging.ERROR]
@@ -272,7 +272,7 @@ def test_what_a_closed_connection_proves(tmp_path: Path) -> None:
         leases.clear()
         away = enters("away")
         away.send(kind="away")
-        until(lambda: server.coordinator.agents["away"].is_away)
+        until(lambda: any(agent.is_away for agent in server.coordinator.agents.values()))
         away.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # as if we answer it late
         away.lines.close()
         away.socket.close()
