@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import re
+import math
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 from fsdp_jobs.node.lines import Reader, Reading
@@ -19,12 +17,12 @@ from fsdp_jobs.run.events import append_lines
 from fsdp_jobs.run.goodput import StepClock
 from fsdp_jobs.run.messages import Round
 from fsdp_jobs.run.rank_state import RankState
-from fsdp_jobs.run.tail import newest_json_lines, size_of
+from fsdp_jobs.run.tail import Tail, newest_json_lines, size_of
 from fsdp_jobs.run.term import job_time
 from fsdp_jobs.run.threads import start_thread
 
 _EVERY_S = 0.5  # between two reads of the log
-_MOST = 1 << 20  # bytes read at once
+_MOST = 1 << 21  # bytes read at once
 _LONGEST_LINE = 1 << 12  # bytes of a line that are parsed
 
 
@@ -49,7 +47,13 @@ class OutputMetrics:
             ranks = {0: self._node, round_.size * len(self._states) - 1: round_.last} if round_.rank == 0 else {}
             logs = [self._run.rank_log(self._attempt, node, rank) for rank, node in ranks.items()]
             self._followed = [
-                _Followed(self._run, log, Reader(self._pattern), StepClock(self._run), size_of(log), job_time())
+                _Followed(
+                    self._run,
+                    Tail(log, size_of(log), has_bars=True),
+                    Reader(self._pattern),
+                    StepClock(self._run),
+                    job_time(),
+                )
                 for log in logs
             ]
 
@@ -75,7 +79,7 @@ class OutputMetrics:
             with suppress(OSError):  # no log yet, or no disk; the next call tries again
                 now = job_time()
                 # A killed rank's lines are older than now.
-                end = min(now, followed.log.stat().st_mtime + now - time.time())
+                end = min(now, followed.log.path.stat().st_mtime + now - time.time())
                 start = followed.newest.get("time", end - (now - followed.looked_at))
                 readings = list(followed.new(is_end))
                 followed.looked_at = now
@@ -92,10 +96,9 @@ class _Followed:
     """State of a round, as read from a rank's output."""
 
     run: RunDir
-    log: Path
+    log: Tail
     reader: Reader
     clock: StepClock
-    offset: int  # bytes of the log already read
     looked_at: float  # seconds since 1970
     is_behind: bool = False  # the log had more than is read at once
     newest: dict[str, Any] = field(default_factory=dict)  # line of metrics.jsonl in this round
@@ -150,23 +153,13 @@ class _Followed:
         return replace(reading, epoch=None) if self.is_over_all else replace(reading, step=self.step, steps=self.end)
 
     def _lines(self, is_end: bool) -> Iterator[bytes]:
-        """Yield up to 1 MiB of new lines, all at the end. A progress bar ends its line only when it prints the next."""
-        self.is_behind = False
-        with self.log.open("rb") as f:
-            if f.seek(0, os.SEEK_END) < self.offset:  # the log was truncated
-                self.offset = 0
-            f.seek(self.offset)
-            while piece := f.read(_MOST):
-                *whole, rest = re.split(rb"[\r\n]", piece)
-                self.offset += len(piece) - len(rest) or len(rest) // _MOST * _MOST  # an endless line
-                is_last = len(piece) < _MOST
-                self.is_behind = not is_last
-                yield from whole
-                if rest.endswith(b"]") or (is_end and is_last):
-                    yield rest
-                if is_last or not is_end:
-                    return
-                f.seek(self.offset)
+        """Yield up to 2 MiB of new lines, all at the end. A progress bar ends its line only when it prints the next."""
+        until = math.inf if is_end else self.log.offset + _MOST
+        yield from self.log.lines(until)
+        self.is_behind = size_of(self.log.path) > until
+        last = b"" if self.is_behind else self.log.unfinished()
+        if is_end or last.endswith(b"]"):
+            yield last
 
     def line(self, reading: Reading, at: float) -> dict[str, Any]:
         """Return the line of `metrics.jsonl` for a reading."""

@@ -47,6 +47,7 @@ class Tail:
     path: Path
     offset: int = 0  # bytes of the lines read so far
     block: int = _BLOCK  # bytes read at once
+    has_bars: bool = False  # a carriage return ends a line, too: of a progress bar, which overwrites it
 
     def lines(self, until: float = math.inf) -> Iterator[bytes]:
         """Yield new lines in the first `until` bytes of the file, without line ends."""
@@ -69,7 +70,8 @@ class Tail:
         if left > 0:
             with suppress(FileNotFoundError), self.path.open("rb") as f:  # not kept open: there may be thousands
                 f.seek(position)
-                return f.read(min(self.block, left))
+                block = f.read(min(self.block, left))
+                return block.replace(b"\r", b"\n") if self.has_bars else block
         return b""
 
     def records(self) -> Iterator[JsonObject]:
