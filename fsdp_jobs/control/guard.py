@@ -22,6 +22,10 @@ class Guard:
 
     def __init__(self, attempt: Attempt):
         self.attempt = attempt
+        self.start()
+
+    def start(self) -> None:
+        """Set up the state; called once."""
 
     def read(self, event: Event) -> None:
         """Restore state from an event that an earlier coordinator recorded; the oldest comes first."""

@@ -17,6 +17,10 @@ class Guard:
 
     def __init__(self, node: CoordinatorRendezvous):
         self.node = node
+        self.start()
+
+    def start(self) -> None:
+        """Set up the state; called once."""
 
     def begin_round(self, round_: Round) -> None:
         """Reset for a new round, before its ranks start."""

@@ -11,7 +11,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from fsdp_jobs.control import guard
-from fsdp_jobs.control.attempt import Attempt
 from fsdp_jobs.control.placement import ConnectedAgent
 from fsdp_jobs.guards.replicas.difference import (
     OUTVOTED,
@@ -53,9 +52,8 @@ class Guard(guard.Guard):
 
     takes = (Digests, Tensors)
 
-    def __init__(self, attempt: Attempt):
-        super().__init__(attempt)
-        self._action = attempt.config.integrity.action
+    def start(self) -> None:
+        self._action = self.attempt.config.integrity.action
         self.limit = NO_LIMIT  # newest step that a restart may use, unless replicas are known to agree at a later one
         self._comparison = _Comparison()
         self._agreed = -1  # the newest step at which all replicas agreed

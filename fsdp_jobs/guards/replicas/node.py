@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import TYPE_CHECKING
 
 from fsdp_jobs.guards.replicas.messages import Ask, Compared, Digests, Limits, Tensors
 from fsdp_jobs.node import guard
 from fsdp_jobs.run.agreement import NO_LIMIT, Agreement, Known, digest, take_sums
 from fsdp_jobs.run.messages import NO_ROUND, Round
-
-if TYPE_CHECKING:
-    from fsdp_jobs.node.rendezvous import CoordinatorRendezvous
 
 _KEPT = 16  # newest steps whose single tensors the coordinator can ask for
 _AT_ONCE = 200  # tensors in a message; a line must be shorter than 64 KiB
@@ -24,9 +20,8 @@ class Guard(guard.Guard):
 
     takes = (Limits, Compared, Ask)
 
-    def __init__(self, node: CoordinatorRendezvous):
-        super().__init__(node)
-        self.agreement = Agreement(node.folder)
+    def start(self) -> None:
+        self.agreement = Agreement(self.node.folder)
         self._lock = threading.Lock()
         self._round = NO_ROUND
         self._limits = Limits(NO_LIMIT, replayed=-1, holds=False)

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import psutil
 
@@ -20,9 +19,6 @@ from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.rank_state import Phase
 from fsdp_jobs.run.tail import size_of
 from fsdp_jobs.run.threads import start_thread
-
-if TYPE_CHECKING:
-    from fsdp_jobs.node.rendezvous import CoordinatorRendezvous
 
 _CPU = 0.02  # of a core: a rank that uses less is idle
 _WAKES_PER_S = 0.2  # most wakes of an idle main thread, after the first `_WAKES`; signals for its stacks count
@@ -130,10 +126,9 @@ def files_of(run: RunDir) -> frozenset[tuple[str, int, float]]:
 class Guard(guard.Guard):
     """Adds to each heartbeat how long ranks that report no steps have been idle."""
 
-    def __init__(self, node: CoordinatorRendezvous):
-        super().__init__(node)
+    def start(self) -> None:
         self._silent = -1, 0.0  # a round, and for how many seconds its ranks have been idle
-        if node.config.is_program:
+        if self.node.config.is_program:
             start_thread(self._watch, "silence")
 
     def beat(self) -> dict[str, float]:

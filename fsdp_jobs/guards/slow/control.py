@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from fsdp_jobs.config.resolve import least_nodes
 from fsdp_jobs.control import guard
-from fsdp_jobs.control.attempt import Attempt
 from fsdp_jobs.control.placement import ConnectedAgent
 from fsdp_jobs.guards.slow.messages import Slow, Throttled
 from fsdp_jobs.guards.slow.windows import SlowWatch
@@ -24,8 +23,7 @@ class Guard(guard.Guard):
 
     takes = (Throttled,)
 
-    def __init__(self, attempt: Attempt):
-        super().__init__(attempt)
+    def start(self) -> None:
         self._excluded_at = 0.0  # seconds since 1970
         self.begin_round()
 

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 
 from fsdp_jobs.config.resolve import PROGRAMS_STALL_S
 from fsdp_jobs.control import guard
-from fsdp_jobs.control.attempt import Attempt
 from fsdp_jobs.control.placement import ConnectedAgent
 from fsdp_jobs.guards.stall.messages import Dump, RankStack, Stacks
 from fsdp_jobs.run import events
@@ -25,8 +24,7 @@ class Guard(guard.Guard):
 
     takes = (Stacks,)
 
-    def __init__(self, attempt: Attempt):
-        super().__init__(attempt)
+    def start(self) -> None:
         self.begin_round()
 
     def begin_round(self) -> None:
