@@ -312,6 +312,5 @@ class Attempt:
         verdict.close(self.run, self.number, **details)
 
     def _send_end(self, agent: ConnectedAgent) -> None:
-        assert self.verdict is not None
-        if self.closed_at is not None:
+        if self.verdict is not None and self.closed_at is not None:
             agent.send(messages.End(self.verdict.exit_code_of_attempt, self.verdict.reason))

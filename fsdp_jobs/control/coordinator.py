@@ -74,9 +74,7 @@ class Coordinator(Attempt):
         agent.ended = hello.ended
         self.leases.pop(agent.host, None)
         self.term_seen = max(self.term_seen, hello.term)
-        if self.verdict is not None:
-            self._send_end(agent)
-        elif hello.running.number >= 0:
+        if self.verdict is None and hello.running.number >= 0:
             self._take_back(agent, hello.running, now)
         if hello.signal:
             self.on_notice(agent, hello, now)
@@ -108,12 +106,13 @@ class Coordinator(Attempt):
         self.leases.hold(agent.id, now)
 
     def _answer(self, agent: ConnectedAgent, at: float, now: float) -> None:
-        """Answer a sign of life, but do not renew the lease of ranks whose round is over."""
+        """Answer a sign of life, after the verdict by the end. The lease of ranks whose round is over is not renewed."""
         agent.heard = now
         may_run = agent.in_round and self.round.running and not agent.ended
         agent.send(messages.Alive(at if may_run or agent.ready else None, time.time(), now < self.in_charge_until))
         if may_run:
             self.leases.hold(agent.id, now)
+        self._send_end(agent)
 
     def on_beat(self, agent: ConnectedAgent, beat: messages.Beat, now: float) -> None:
         current = self.round
@@ -140,8 +139,6 @@ class Coordinator(Attempt):
         agent.ready, agent.in_round = True, False
         agent.take(messages.Beat())
         self._answer(agent, ready.at, now)
-        if self.verdict is not None:
-            self._send_end(agent)
 
     def on_failed(self, agent: ConnectedAgent, message: messages.Failed, now: float) -> None:
         """Record that ranks of a node have failed; its agent is stopping the others."""
