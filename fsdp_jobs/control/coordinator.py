@@ -106,7 +106,7 @@ class Coordinator(Attempt):
         self.leases.hold(agent.id, now)
 
     def _answer(self, agent: ConnectedAgent, at: float, now: float) -> None:
-        """Answer a sign of life, after the verdict by the end. The lease of ranks whose round is over is not renewed."""
+        """Answer a sign of life; after the verdict, say so. Do not renew the lease of ranks whose round is over."""
         agent.heard = now
         may_run = agent.in_round and self.round.running and not agent.ended
         agent.send(messages.Alive(at if may_run or agent.ready else None, time.time(), now < self.in_charge_until))
