@@ -160,6 +160,7 @@ class Attempt:
     def exclude(self, found: events.MachineExcluded, for_s: float) -> None:
         """Exclude a machine for `for_s` seconds, and record it."""
         self.excluded[found.host] = found.why
+        found = replace(found, time=time.time(), round=self.round.number)
         self._excluding = self.records.begin(self._exclude, found, for_s)
 
     def _exclude(self, found: events.MachineExcluded, for_s: float) -> None:
@@ -168,7 +169,7 @@ class Attempt:
         except (BadInput, OSError) as e:  # the user edits the file, or the disk is full
             self.warn(f"{found.host} cannot be excluded: {e}")
         else:
-            self.record(found)
+            self._write(found)
         if found.host not in self.run.excluded_hosts():
             others = dict(self.excluded)  # the loop may be reading that one
             others.pop(found.host, None)
