@@ -137,7 +137,6 @@ class Coordinator(Attempt):
         if agent.in_round and not self.round.stops_by_signal:
             self.break_round(f"node {agent.node} left the round", now)
         agent.ready, agent.in_round = True, False
-        agent.take(messages.Beat())
         self._answer(agent, ready.at, now)
 
     def on_failed(self, agent: ConnectedAgent, message: messages.Failed, now: float) -> None:

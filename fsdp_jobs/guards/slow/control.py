@@ -49,18 +49,16 @@ class Guard(guard.Guard):
         if now - self._looked_at < attempt.elastic.heartbeat_interval_s:
             return
         self._looked_at = now
-        agents = {a.node: a for a in attempt.agents.in_round()}
-        is_whole = len(agents) == attempt.round.size
-        times = {node: [times for _, times in a.beat.ranks] for node, a in agents.items()}
-        found = self._watch.see(times) if is_whole else None
+        times = {a.node: [times for _, times in a.beat.ranks] for a in attempt.agents.in_round()}
+        found = self._watch.see(times) if len(times) == attempt.round.size else None
         if isinstance(found, events.SlowSteps):
             attempt.record(found)
         elif found is not None:
             self._asked[found.node], self._asked_at = found, now
-            agents[found.node].send(Slow())
+            attempt.agents[found.node].send(Slow())
         if now - self._asked_at > _ANSWERS_S:  # its driver does not answer
-            for node in self._asked.keys() & agents.keys():
-                self.on_message(agents[node], Throttled([]), now)
+            for node in self._asked.keys() & attempt.agents.keys():
+                self.on_message(attempt.agents[node], Throttled([]), now)
         if self._named is not None and attempt.elastic.exclude_slow and attempt.round.requested is Request.NONE:
             self._exclude(self._named)
 
