@@ -64,7 +64,8 @@ class RankLogs(LogsSpecs):
             device = accelerator_of_node(config, torch.cuda.device_count(), len(envs))
             defaults = accelerate_env.environment(config, Layout.from_json(current.layout), device)
         else:
-            defaults = _allocator()
+            is_chosen = any(name in os.environ for name in _ALLOCATOR_ENV)
+            defaults = {} if is_chosen else {_ALLOCATOR_ENV[0]: "expandable_segments:True"}
         recorded = next((os.environ[name] for name in _RECORDER_ENV if name in os.environ), _RECORDED)
         defaults |= dict.fromkeys(_RECORDER_ENV, recorded)
         defaults |= temporaries(folder)
@@ -95,11 +96,6 @@ class RankLogs(LogsSpecs):
     @property
     def root_log_dir(self) -> str:
         return str(self.run.attempt(self.attempt))
-
-
-def _allocator() -> dict[str, str]:
-    """Return allocator settings for the trainer's ranks: expandable segments, unless the user sets some."""
-    return {} if any(name in os.environ for name in _ALLOCATOR_ENV) else {_ALLOCATOR_ENV[0]: "expandable_segments:True"}
 
 
 class LogKeeper:
