@@ -64,7 +64,7 @@ def run_agent(args: argparse.Namespace, signals: Signals) -> int:
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
     from fsdp_jobs.node import forkserver, worker
-    from fsdp_jobs.node.elastic_agent import Agent, Follower
+    from fsdp_jobs.node.elastic_agent import Agent
     from fsdp_jobs.node.output import OutputMetrics
     from fsdp_jobs.node.rank_logs import LogKeeper, RankLogs
     from fsdp_jobs.node.rendezvous import CoordinatorRendezvous
@@ -118,23 +118,24 @@ def run_agent(args: argparse.Namespace, signals: Signals) -> int:
         max_restarts=_UNLIMITED,
         monitor_interval=_MONITOR_S,
     )
-    logs_kept, followers = LogKeeper(run.node(attempt, args.node)), list[Follower]()
+    tracker = TrackerProcess(config, run, attempt, args.node)
+    beginnings = [tracker.begin_round, *(tier.begin_round for tier in tiers)]
+    closes = [LogKeeper(run.node(attempt, args.node)).close, tracker.close]
     if config.script is not None:
-        followers.append(Edits(program.what, run, attempt))
+        beginnings.append(Edits(program.what, run, attempt).begin_round)
     if config.is_program:
         output = OutputMetrics(config.program.metrics, run, attempt, args.node, handler.states)
         handler.before_end = output.settle
-        followers.append(output)
-    followers.append(TrackerProcess(config, run, attempt, args.node))
-    agent = Agent(spec, RankLogs(handler), handler, [*followers, *tiers])
+        beginnings.append(output.begin_round)
+        closes.insert(0, output.close)  # the tracker then sends the last lines
+    agent = Agent(spec, RankLogs(handler), handler, beginnings)
     signals.pass_on(handler.notice)
     ran = ThreadPoolExecutor(1, "elastic-agent").submit(agent.run)  # in a thread, torch installs no signal handlers
     if error := ran.exception():
         logger.error("the agent failed", exc_info=error)
     handler.shutdown()
-    logs_kept.close()
-    for follower in followers:  # `OutputMetrics` before the tracker, which then sends the last lines
-        follower.close()
+    for close in closes:
+        close()
     exit_code = EXIT_FAILED if error else 0
     if handler.end is not None:
         exit_code = handler.end.exit_code

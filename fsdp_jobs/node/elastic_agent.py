@@ -15,10 +15,10 @@ import os
 import re
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -29,7 +29,6 @@ from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 from fsdp_jobs.node.memory import kills_for_memory
 from fsdp_jobs.node.rank_logs import RankLogs
 from fsdp_jobs.node.rendezvous import CoordinatorRendezvous
-from fsdp_jobs.node.tier import Tier
 from fsdp_jobs.run.failure import Failure, summary, waited_s
 from fsdp_jobs.run.files import is_there
 from fsdp_jobs.run.messages import Round
@@ -51,16 +50,6 @@ _ABORT_LINES = 100  # at the end of a rank's log, with torch's reason for aborti
 _STOP_RANKS_S = 5  # SIGTERM to SIGKILL for ranks of a broken round: they restart from a checkpoint
 
 
-class Follower(Protocol):
-    """Works beside the ranks, on the node of rank 0."""
-
-    def begin_round(self, round_: Round) -> None:
-        """Start before the ranks, if rank 0 is here; otherwise stop the work of earlier rounds."""
-
-    def close(self) -> None:
-        """Stop at the end of the attempt."""
-
-
 class Agent(LocalElasticAgent):
     """torch's agent, extended to report to the coordinator why its ranks failed."""
 
@@ -69,10 +58,11 @@ class Agent(LocalElasticAgent):
         spec: WorkerSpec,
         logs: RankLogs,
         handler: CoordinatorRendezvous,
-        followers: Sequence[Follower | Tier],
+        beginnings: Sequence[Callable[[Round], None]],
     ):
+        """`beginnings` are called with each round before its ranks start."""
         super().__init__(spec, logs, start_method="forkserver")
-        self._handler, self._followers, self._node = handler, followers, handler.agent.node
+        self._handler, self._beginnings, self._node = handler, beginnings, handler.agent.node
         self._is_terminating = False  # ranks that never reported have got SIGTERM
         self._kills_for_memory = 0  # by this machine's kernel, before the round
         self._log_sizes: list[int] = []  # before the round
@@ -82,8 +72,8 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> Any:
         self._kills_for_memory = kills_for_memory()
         self._log_sizes = [*map(size_of, self._handler.log_files())]
-        for follower in self._followers:
-            follower.begin_round(self._handler.round)
+        for begin in self._beginnings:
+            begin(self._handler.round)
         return super()._start_workers(worker_group)
 
     def _keep_lease(self) -> None:

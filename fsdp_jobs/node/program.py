@@ -72,6 +72,3 @@ class Edits:
         if now is not None and now != self._known:
             events.record(self._run, self._attempt, events.CodeChanged(self._script))
             self._known = now
-
-    def close(self) -> None:
-        """Nothing to end."""

@@ -127,8 +127,7 @@ class Guard(guard.Guard):
         if not shards - known.reported:
             self._go_on(step, bool(shards))
         elif self.attempt.round.running:
-            if known.open is not None:
-                self._conclude(now)
+            self._conclude(now)
             holders = {rank: digest for rank, digest in digests.items() if rank % group in shards - known.reported}
             known.reported |= shards
             known.open = Difference(step, group, holders, known.places, now)
