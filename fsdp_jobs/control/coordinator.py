@@ -7,6 +7,7 @@ next round starts with the ready nodes, once no rank of the last round can still
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 
@@ -14,9 +15,10 @@ from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.resolve import node_range
 from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.control.attempt import Attempt
-from fsdp_jobs.control.placement import ConnectedAgent, Formation, hostlist_of
+from fsdp_jobs.control.placement import ConnectedAgent, Formation
 from fsdp_jobs.control.round import Round
 from fsdp_jobs.plan.layout import partners
+from fsdp_jobs.plan.topology import to_hostlist
 from fsdp_jobs.run import events, messages
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.rank_state import SAVES_NOTHING, Phase, Request
@@ -315,7 +317,8 @@ class Coordinator(Attempt):
         known = (number, term, len(chosen), layout.shard_group)
         self.round = Round(*known, head=chosen[0].id, began_at=now, first_step=self.step, running=True)
         nodes, hosts = [a.node for a in chosen], [a.host for a in chosen]
-        hostlist = hostlist_of(hosts)
+        # Elsewhere each node would receive a long list of all names.
+        hostlist = to_hostlist(hosts) if "SLURM_JOB_NODELIST" in os.environ else ""
         for rank, (agent, other) in enumerate(zip(chosen, partners(len(chosen)), strict=True)):
             agent.ready = agent.ended = False
             agent.take(messages.Beat())

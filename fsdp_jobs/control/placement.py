@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,7 @@ from fsdp_jobs.plan.plan import Plan, make_plan, regroup
 from fsdp_jobs.plan.remedies import remedies
 from fsdp_jobs.plan.shapes import ModelShape, shape_of
 from fsdp_jobs.plan.sources import from_kubernetes, from_yaml
-from fsdp_jobs.plan.topology import Node, Topology, to_hostlist
+from fsdp_jobs.plan.topology import Node, Topology
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.messages import Agent, Beat, Message
 from fsdp_jobs.run.rank_state import Phase
@@ -74,11 +73,6 @@ def known_places(run: RunDir) -> dict[str, Node]:
     else:
         return {}
     return {node.name: node for node in topology.nodes}
-
-
-def hostlist_of(hosts: Sequence[str]) -> str:
-    """Return machines as SLURM lists them; empty elsewhere, where each node would receive a long list of all names."""
-    return to_hostlist(hosts) if "SLURM_JOB_NODELIST" in os.environ else ""
 
 
 class Agents(dict[int, ConnectedAgent]):

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from fsdp_jobs.config.schema import load_config
-from fsdp_jobs.node.program import Edits, Program
+from fsdp_jobs.node.program import Program, watch_edits
 from fsdp_jobs.plan.sources import path_from_slurm
 from fsdp_jobs.run import log, messages
 from fsdp_jobs.run.directory import RunDir
@@ -122,7 +122,7 @@ def run_agent(args: argparse.Namespace, signals: Signals) -> int:
     beginnings = [tracker.begin_round, *(tier.begin_round for tier in tiers)]
     closes = [LogKeeper(run.node(attempt, args.node)).close, tracker.close]
     if config.script is not None:
-        beginnings.append(Edits(program.what, run, attempt).begin_round)
+        beginnings.append(watch_edits(program.what, run, attempt))
     if config.is_program:
         output = OutputMetrics(config.program.metrics, run, attempt, args.node, handler.states)
         handler.before_end = output.settle

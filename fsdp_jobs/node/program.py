@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,15 +61,15 @@ class Program(Record):
         return found + library
 
 
-class Edits:
-    """Records at the start of a round if the script was edited since its job was submitted."""
+def watch_edits(script: str, run: RunDir, attempt: int) -> Callable[[Round], None]:
+    """Return a function that records at the start of a round if the script was edited since its job was submitted."""
+    known = run.read_job().get("script_sha256")  # None: the file could not be read at submission
 
-    def __init__(self, script: str, run: RunDir, attempt: int):
-        self._script, self._run, self._attempt = script, run, attempt
-        self._known = run.read_job().get("script_sha256")  # None: the file could not be read at submission
+    def begin_round(round_: Round) -> None:
+        nonlocal known
+        now = digest_of(script) if round_.rank == 0 and known else None
+        if now is not None and now != known:
+            events.record(run, attempt, events.CodeChanged(script))
+            known = now
 
-    def begin_round(self, round_: Round) -> None:
-        now = digest_of(self._script) if round_.rank == 0 and self._known else None
-        if now is not None and now != self._known:
-            events.record(self._run, self._attempt, events.CodeChanged(self._script))
-            self._known = now
+    return begin_round
