@@ -42,20 +42,21 @@ class Signals:
 
     def __init__(self) -> None:
         """Handle signals from now on; a signal waits until `pass_on`."""
-        self._received = ""
-        self._notice: Callable[[str], object] = str
+        self._received: str | None = None
+        self._notice: Callable[[str], None] | None = None
         for number in STOP_SIGNALS:
             signal.signal(number, self._react)
 
     def _react(self, number: int, _frame: object) -> None:
-        if not self._received:
+        if self._received is None:
             self._received = signal.Signals(number).name
-            self._notice(self._received)
+            if self._notice is not None:
+                self._notice(self._received)
 
-    def pass_on(self, notice: Callable[[str], object]) -> None:
+    def pass_on(self, notice: Callable[[str], None]) -> None:
         """Pass on the first signal, even if it has already come."""
         self._notice = notice
-        if self._received:
+        if self._received is not None:
             notice(self._received)
 
 

@@ -186,7 +186,7 @@ class Agent(LocalElasticAgent):
             text = text.encode(errors="replace").decode()  # messages must be UTF-8, but file names in them may not be
             text = _BEFORE_MESSAGE.sub(r"\1 ", text.strip())
             error = summary(text)
-        ended_at = failure.timestamp + self._handler.lease.ahead_s()
+        ended_at = failure.timestamp + self._handler.lease.ahead_s() if has_file else job_time()
         step = self._handler.states[failure.local_rank].read().step
         return Failure(self._node, rank, failure.exitcode, error, ended_at, step, waited_s(text), last_line)
 
