@@ -20,7 +20,7 @@ _RUNS = 20  # newest runs from which the failure rate of a cluster's nodes is es
 
 @dataclass(frozen=True)
 class Goodput:
-    """Seconds, over all attempts of a run; the parts add up to `wall_s`."""
+    """Seconds, over all attempts of a run."""
 
     wall_s: float  # from the first submission to the last event, without the time between submissions
     useful_s: float  # steps that counted
@@ -28,7 +28,11 @@ class Goodput:
     lost_s: float  # steps that were repeated later, and steps that a failure interrupted
     recover_s: float  # from a failure until steps advance again
     queue_s: float  # submitted, but not started yet
-    start_s: float  # everything else: starting, loading, stopping
+
+    @property
+    def start_s(self) -> float:
+        """Return the rest of the wall time: starting, loading, stopping."""
+        return self.wall_s - self.useful_s - self.stall_s - self.lost_s - self.recover_s - self.queue_s
 
     @property
     def fraction(self) -> float:

@@ -87,19 +87,18 @@ class RunStatus:
         self._queued: float | None = None  # when it entered the queue; None if it has left
         self._starts = Starts()
 
-    def update(self) -> list[Event]:
-        """Read new events and metrics, and return the new events."""
-        return self._read(parse_events(self._events.records()))
+    def update(self) -> None:
+        """Read new events and metrics."""
+        self._read(parse_events(self._events.records()))
 
     def glance(self) -> None:
         """Read only what determines the present state and speed, much less for a long run; losses are left out."""
         self._metrics.skip(but=_GLANCE_BYTES)
         self._read(seldom_events(self._events))
 
-    def _read(self, events: Iterable[Event]) -> list[Event]:
+    def _read(self, events: Iterable[Event]) -> None:
         """Update this status with new events and new lines of metrics.jsonl, in the order of their times."""
-        new = list(events)
-        happened: Iterable[tuple[float, Event | JsonObject]] = ((event.time, event) for event in new)
+        happened: Iterable[tuple[float, Event | JsonObject]] = ((event.time, event) for event in events)
         measured = ((record.get("time", 0.0), record) for record in self._metrics.records())
         for at, entry in heapq.merge(happened, measured, key=lambda timed: timed[0]):
             if isinstance(entry, Event):
@@ -108,7 +107,6 @@ class RunStatus:
             else:
                 self._measure(entry, at)
                 self._starts.measure(at)
-        return new
 
     def _measure(self, record: JsonObject, at: float) -> None:
         self._line_s = at - self._newest.get("time", math.inf) if self._in_round else 0.0
@@ -223,12 +221,10 @@ class RunStatus:
     @property
     def goodput(self) -> Goodput:
         """Return the breakdown of the time of all attempts, up to the newest record."""
-        useful, stall, lost, recover = (
-            self._newest.get(key, 0.0) for key in ("useful_s", "stall_s", "lost_s", "recover_s")
-        )
-        known = useful + stall + lost + recover + self._queue_s
-        wall = max(self._wall_s, known)  # after `glance` the last steps of earlier submissions are not known
-        return Goodput(wall, useful, stall, lost, recover, self._queue_s, wall - known)
+        parts = [self._newest.get(key, 0.0) for key in ("useful_s", "stall_s", "lost_s", "recover_s")]
+        parts.append(self._queue_s)
+        wall_s = max(self._wall_s, sum(parts))  # after `glance` the last steps of earlier submissions are not known
+        return Goodput(wall_s, *parts)
 
     @property
     def _wall_s(self) -> float:
