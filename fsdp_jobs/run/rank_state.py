@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.util
 import struct
-import sys
 import tempfile
 import time
 from contextlib import suppress
@@ -17,6 +16,8 @@ from fsdp_jobs.run import folders
 from fsdp_jobs.run.term import shared_memory
 
 SAVES_NOTHING = -2  # as `committed`, if the rank cannot save
+
+_MEMORY = Path("/dev/shm")
 
 _REPORT = struct.Struct("<dqqi")  # time of writing, step, committed step, phase
 _REQUEST = struct.Struct("<i")
@@ -96,26 +97,20 @@ class RankState:
 
 
 def make_folder() -> Path:
-    """Make a folder for a node's rank states, in memory if possible; this process removes it at exit."""
+    """Make a folder for a node's rank states, in memory; this process removes it at exit."""
     remove_leftovers()
-    folder, lock = folders.make(_base(), folders.RANKS)
+    folder, lock = folders.make(_MEMORY, folders.RANKS)
     multiprocessing.util.Finalize(None, folders.discard, (folder, lock), exitpriority=-100)  # after semaphores
     return folder
 
 
 def remove_leftovers() -> None:
     """Remove folders of this user's killed agents, and semaphores of agents and ranks without a folder."""
-    base = _base()
-    folders.remove(base, folders.RANKS)
-    for semaphore in base.glob(f"sem.{folders.prefix(folders.RANKS)}*"):
-        if not (base / semaphore.name.removeprefix("sem.").rpartition("-")[0]).exists():
+    folders.remove(_MEMORY, folders.RANKS)
+    for semaphore in _MEMORY.glob(f"sem.{folders.prefix(folders.RANKS)}*"):
+        if not (_MEMORY / semaphore.name.removeprefix("sem.").rpartition("-")[0]).exists():
             with suppress(OSError):
                 semaphore.unlink()
-
-
-def _base() -> Path:
-    shm = Path("/dev/shm")
-    return shm if sys.platform == "linux" else Path(tempfile.gettempdir())
 
 
 def keep_temporaries_in(folder: Path) -> None:
