@@ -73,11 +73,6 @@ class Event:
         lists = {key: "; ".join(map(str, value)) for key, value in vars(self).items() if isinstance(value, list)}
         return self._template.format_map(vars(self) | lists)
 
-    @classmethod
-    def parse(cls, record: JsonObject) -> Event:
-        """Make an event from a line; fields that its type lacks are dropped."""
-        return msgspec.convert(record, cls.KINDS.get(record["event"], Event))
-
     def to_record(self) -> JsonObject:
         """Return the content of its line; fields that are None are left out."""
         known = {name: value for name, value in vars(self).items() if value is not None}
@@ -425,10 +420,10 @@ def begin_attempt(run: RunDir, attempt: int, started: AttemptStarted) -> None:
 
 
 def parse_events(records: Iterable[JsonObject]) -> Iterator[Event]:
-    """Make events from lines; a line whose fields are not those of its type is skipped."""
+    """Make events from lines, without fields that their types lack; a line that lacks a field is skipped."""
     for record in records:
         try:
-            yield Event.parse(record)
+            yield msgspec.convert(record, Event.KINDS.get(record["event"], Event))
         except (KeyError, ValueError) as e:
             logger.warning("not an event: %s: %s", e, record)
 

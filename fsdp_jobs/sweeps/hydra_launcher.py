@@ -144,14 +144,8 @@ class SweepLauncher(Launcher):
         """Return the sweep's jobs, with the settings of this command."""
         name, config = self.folder.name, self.config
         sweep = sweeps_in(config.runs_dir).get(name, Sweep(name, config.runs_dir))
-        settings = config.sweep
-        return replace(
-            sweep,
-            fixed=self.fixed,
-            objective=settings.objective,
-            direction=settings.direction,
-            parallelism=settings.parallelism,
-        )
+        settings = {key: config.sweep[key] for key in ("objective", "direction", "parallelism")}
+        return replace(sweep, fixed=self.fixed, **settings)
 
     def _returned(self, sweep: Sweep, row: Row, overrides: list[str]) -> JobReturn:
         """Return a job's result for Hydra's sweepers: its objective, or why it has none."""
