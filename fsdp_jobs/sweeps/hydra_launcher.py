@@ -132,10 +132,10 @@ class SweepLauncher(Launcher):
                 sweep = self._read()
                 rows, undone = jobs.to_do(sweep, own)
                 jobs.submit(sweep, undone, self.folder)
-            show_submitted(sweep, rows, set(undone), initial_job_idx == 0 or not self.waits)
+            show_submitted(sweep, rows, undone, initial_job_idx == 0 or not self.waits)
             if self.waits:
                 try:
-                    jobs.wait(sweep, list({row.run: row for row in rows}.values()), self.show_ended)
+                    jobs.wait(sweep, rows, self.show_ended)
                 except KeyboardInterrupt as e:
                     raise JobFailed("the jobs continue; the same command waits for them again") from e
         return [self._returned(sweep, row, list(job)) for row, job in zip(rows, job_overrides, strict=True)]

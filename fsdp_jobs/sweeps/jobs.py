@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +61,8 @@ def last_value(metrics: Path, key: str) -> float | None:
     return next((float(n) for n in numbers if isinstance(n, int | float)), None)
 
 
-def to_do(sweep: Sweep, jobs: Sequence[Sequence[str]]) -> tuple[list[Row], dict[str, JobConfig]]:
-    """Return the rows of jobs, and run -> configuration of those that are neither done nor active.
+def to_do(sweep: Sweep, jobs: Sequence[Sequence[str]]) -> tuple[list[Row], dict[Row, JobConfig]]:
+    """Return the rows of jobs, and the configurations of those that are neither done nor active.
 
     A job is done after all steps that its overrides set; a user's program is done when it has ended successfully.
 
@@ -72,20 +72,20 @@ def to_do(sweep: Sweep, jobs: Sequence[Sequence[str]]) -> tuple[list[Row], dict[
     rows = sweep.rows_for(jobs)
     configs = composed([sweep.overrides_of(row) for row in rows])
     refresh(sweep, sweep.jobs)
-    undone, problems = {}, list[Problem]()
+    undone, problems = dict[Row, JobConfig](), list[Problem]()
     for row, config in zip(rows, configs, strict=True):
         is_done = row.state == "done" and (config.is_program or row.step >= config.steps)
         if is_done or row.is_active:
             problems += training_changes(config, sweep.run_of(row))
         else:
-            undone[row.run] = config
+            undone[row] = config
     if problems:
         raise BadInput(problems)
     return rows, undone
 
 
-def submit(sweep: Sweep, configs: dict[str, JobConfig], folder: Path) -> None:
-    """Submit jobs, given as run -> configuration, together: all or none. The sweep must be locked.
+def submit(sweep: Sweep, configs: Mapping[Row, JobConfig], folder: Path) -> None:
+    """Submit jobs together: all or none. The sweep must be locked.
 
     Args:
         folder: of the sweep, for launchers' files.
@@ -93,16 +93,15 @@ def submit(sweep: Sweep, configs: dict[str, JobConfig], folder: Path) -> None:
     Raises:
         BadInput: all problems of all jobs; nothing is written then.
     """
-    rows = [row for row in sweep.jobs if row.run in configs]
-    prepared = submission.prepare([configs[row.run] for row in rows])
-    for job, row in zip(prepared, rows, strict=True):
+    prepared = submission.prepare([*configs.values()])
+    for job, row in zip(prepared, configs, strict=True):
         job.sweep = sweep.record(row)
-    submission.submit(prepared, [sweep.overrides_of(row) for row in rows], sweep.parallelism, folder)
+    submission.submit(prepared, [sweep.overrides_of(row) for row in configs], sweep.parallelism, folder)
 
 
 def wait(sweep: Sweep, rows: Sequence[Row], say: Callable[[Row], Any]) -> None:
     """Wait until all rows have ended; `say` is called with each as it ends."""
-    waiting, pause_s, overview = list(rows), _POLL_S, Overview(patience_s=VERDICT_S)
+    waiting, pause_s, overview = [*dict.fromkeys(rows)], _POLL_S, Overview(patience_s=VERDICT_S)
     while waiting:
         refresh(sweep, waiting, overview)
         for row in [row for row in waiting if not row.is_active]:

@@ -42,15 +42,15 @@ def show_status(sweep: Sweep) -> None:
     say(f"{sweep.name}: {counts(sweep.jobs)}")
 
 
-def show_submitted(sweep: Sweep, rows: Sequence[Row], submitted: Collection[str], with_commands: bool) -> None:
+def show_submitted(sweep: Sweep, rows: Sequence[Row], submitted: Collection[Row], with_commands: bool) -> None:
     """Print which jobs of a batch were submitted and which were not, then how to follow them."""
-    groups: dict[str, dict[str, None]] = {"submitted": {}, "running or waiting": {}, "done": {}}
-    for row in rows:
-        group = "submitted" if row.run in submitted else "running or waiting" if row.is_active else "done"
-        groups[group][row.run] = None
+    groups: dict[str, list[str]] = {"submitted": [], "running or waiting": [], "done": []}
+    for row in dict.fromkeys(rows):
+        group = "submitted" if row in submitted else "running or waiting" if row.is_active else "done"
+        groups[group].append(row.run)
     table = Table.grid(padding=(0, 2))
-    for group, members in groups.items():
-        if names := list(members):
+    for group, names in groups.items():
+        if names:
             table.add_row(str(len(names)), group, names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}")
     say(f"sweep {sweep.name}, in {sweep.runs_dir}/")
     say(table)
@@ -64,7 +64,7 @@ def show_dry_run(rows: Sequence[Row], prepared: Sequence[Prepared]) -> None:
     """Print the jobs that a command would submit."""
     plans = {job.run.name: job.plan for job in prepared}
     lines = []
-    for row in {row.run: row for row in rows}.values():
+    for row in dict.fromkeys(rows):
         plan = plans.get(row.run)
         action = f"none: it is {row.state}" if plan is None else "resume" if row.handle else "submit"
         layout = f"{plan.layout.strategy} over {plan.layout.shard_group} of {plan.layout.world_size}" if plan else ""

@@ -25,7 +25,7 @@ _TRIES = 1000  # to take a lock in a folder that other commands remove meanwhile
 _KEPT = ("fixed", "objective", "direction", "parallelism")  # settings in the job.json of each job
 
 
-@dataclass
+@dataclass(eq=False)
 class Row:
     """One job of a sweep."""
 

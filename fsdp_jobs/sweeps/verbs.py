@@ -55,9 +55,9 @@ def _resume(sweep: Sweep, flags: argparse.Namespace) -> int:
     undone = [row for row in sweep.jobs if row.state != "done" and not row.is_active]
     rows = [row for row in undone if row.state == "failed" or flags.action == "resume"]
     configs = composed([sweep.overrides_of(row) for row in rows])
-    jobs.submit(sweep, {row.run: config for row, config in zip(rows, configs, strict=True)}, flags.folder)
+    jobs.submit(sweep, dict(zip(rows, configs, strict=True)), flags.folder)
     if rows:
-        show_submitted(sweep, rows, {row.run for row in rows}, with_commands=True)
+        show_submitted(sweep, rows, rows, with_commands=True)
     else:
         say(f"nothing to submit; {counts(sweep.jobs)}")
     if others := [row for row in undone if row not in rows]:
