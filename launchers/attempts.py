@@ -33,20 +33,23 @@ _LEAVE_S = 20.0  # after an attempt's verdict, for the command to end
 logger = logging.getLogger(__name__)
 
 
-class Container:
-    """This container's part of a job: its command, run once or more in each attempt."""
+class Container(Attempt):
+    """This container's part of a job: its command, run once or more in each attempt; `number` is the present one's."""
+
+    poll_s = _POLL_S
+    echo = True
 
     def __init__(self, run: RunDir, name: str, coordinator: str, command: Sequence[str]):
         """`name` is coordinator or node-<i>; `coordinator` is the coordinator's address, for itself its port."""
-        self.run, self.name, self.coordinator, self.command = run, name, coordinator, command
+        super().__init__(run, -1)
+        self.name, self.coordinator, self.command = name, coordinator, command
         self.is_leaving = False  # this container is being stopped
-        self._processes: list[Process] = []  # of the present attempt
         for number in STOP_SIGNALS:
             signal.signal(number, self._forward)
 
     def _forward(self, number: int, _frame: object) -> None:
         self.is_leaving = self.is_leaving or number != signal.SIGUSR1
-        for process in self._processes:
+        for process in self.processes:
             process.popen.send_signal(number)
 
     def work(self) -> int:
@@ -59,60 +62,49 @@ class Container:
             with storage_errors:
                 if is_superseded(self.run):
                     return EXIT_FAILED
-                attempt = self.run.last_attempt()
-                has_begun = attempt >= self.run.first_attempt()
-                verdict = Verdict.read(self.run, attempt) if has_begun else None
+                self.number = self.run.last_attempt()
+                has_begun = self.number >= self.run.first_attempt()
+                verdict = self.verdict if has_begun else None
                 if (final := Verdict.final(self.run)) is not None:
                     return final.exit_code_of_attempt
                 if self.is_leaving:
                     return EXIT_REQUEUE
                 if has_begun and verdict is None:
-                    self._take_part(attempt)
+                    self._take_part()
                     continue
                 if self.name == "coordinator":
                     wait_until(lambda: self.run.pending_launcher is None, _RECORD_S)
                     nodes = most_nodes(load_config(self.run.config))
-                    _Part(self, attempt + 1).begin(events.AttemptStarted(nodes))
+                    self.number += 1
+                    self.begin(events.AttemptStarted(nodes))
                     continue
             time.sleep(_POLL_S)
 
-    def _take_part(self, number: int) -> None:
+    def _take_part(self) -> None:
         """Restart the command until the attempt has its verdict or this container leaves."""
-        attempt = _Part(self, number)
-        self._processes = attempt.processes
-        env = {**os.environ, ATTEMPT_ENV: str(number), COORDINATOR_ENV: self.coordinator}
-        process = attempt.start(self.name, self.command, env)
+        self.processes = []
+        env = {**os.environ, ATTEMPT_ENV: str(self.number), COORDINATOR_ENV: self.coordinator}
+        process = self.start(self.name, self.command, env)
         if self.is_leaving:  # the signal came while the command was started
             process.popen.terminate()
-        attempt.supervise()
-        attempt.finish(0 if is_superseded(self.run) else _LEAVE_S)
-
-
-class _Part(Attempt):
-    """An attempt in this container."""
-
-    poll_s = _POLL_S
-    echo = True
-
-    def __init__(self, container: Container, number: int):
-        super().__init__(container.run, number)
-        self.container = container
+        self.supervise()
+        self.finish(0 if is_superseded(self.run) else _LEAVE_S)
 
     def is_over(self) -> bool:
         if is_superseded(self.run):
             return True
-        return super().is_over() or (self.container.is_leaving and all(p.has_ended for p in self.processes))
+        return super().is_over() or (self.is_leaving and all(p.has_ended for p in self.processes))
 
     def restarts(self, process: Process) -> bool:
-        """Whether a process that has ended is restarted; on an excluded machine this container ends instead."""
-        if this_machine() in self.run.excluded_hosts() and process.name != "coordinator":
-            self.container.is_leaving = True
-        return not self.container.is_leaving
+        """Whether the command, which has ended, is restarted; on an excluded machine this container ends instead."""
+        if this_machine() in self.run.excluded_hosts() and self.name != "coordinator":
+            self.is_leaving = True
+        return not self.is_leaving
 
     def give_up(self, process: Process, verdict: Verdict) -> None:
         """End the job if the command never worked on any node; otherwise end only this container."""
         worked = any(e.attempt == self.number for e in events.newest_of(self.run, events.RoundStarted))
-        if worked and process.name != "coordinator":
+        if worked and self.name != "coordinator":
             sys.exit(EXIT_FAILED)
         super().give_up(process, verdict)
 

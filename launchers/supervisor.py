@@ -78,24 +78,24 @@ class Process:
     log: Path
     env: Mapping[str, str]  # its whole environment
     hosts: Sequence[str] = ()  # the machines it runs on, if not this one
+    echo: bool = False  # its output is also copied to this process's stdout
     early_deaths: int = 0
     _copying: threading.Thread | None = None
 
-    def start(self, echo: bool) -> None:
-        """Start it; with `echo`, also copy its output to this process's stdout."""
+    def start(self) -> None:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab", buffering=0) as log:
             self.popen = subprocess.Popen(
                 self.argv,
                 env=self.env,
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE if echo else log,
+                stdout=subprocess.PIPE if self.echo else log,
                 stderr=subprocess.STDOUT,
-                start_new_session=not echo,
+                start_new_session=not self.echo,
                 preexec_fn=die_with_parent,
             )
         self.started = time.monotonic()
-        if echo:
+        if self.echo:
             self._copying = start_thread(partial(_copy_output, self.popen, self.log), "output")
 
     @property
@@ -118,7 +118,7 @@ class Attempt:
     echo = False
 
     def __init__(self, run: RunDir, number: int):
-        self.run, self.number, self.folder = run, number, run.attempt(number)
+        self.run, self.number = run, number
         self.processes: list[Process] = []
 
     @property
@@ -132,8 +132,8 @@ class Attempt:
     def start(self, name: str, argv: Sequence[str], env: Mapping[str, str], hosts: Sequence[str] = ()) -> Process:
         """Start the coordinator, a node's agent or another process of the attempt."""
         log = self.run.process_log(self.number, name)
-        process = Process(name, argv, log, env, hosts)
-        patiently(partial(process.start, self.echo))
+        process = Process(name, argv, log, env, hosts, self.echo)
+        patiently(process.start)
         self.processes.append(process)
         return process
 
@@ -192,7 +192,7 @@ class Attempt:
             self.give_up(process, Verdict("infrastructure", "stop", reason, last_lines=last_lines(process.log, 15)))
             self.processes.remove(process)
             return
-        process.start(self.echo)
+        process.start()
         process.early_deaths = early_deaths
         events.record(self.run, self.number, events.ProcessRestarted(process.name, exit_code))
 

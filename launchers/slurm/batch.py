@@ -100,7 +100,7 @@ class Batch(Attempt):
 
     def _test_nodes(self) -> Verdict | None:
         """Test the nodes; return a verdict if any node or link fails."""
-        folder = self.folder / "node-test"
+        folder = self.run.attempt(self.number) / "node-test"
         folder.mkdir()
         (folder / node_test.NONCE).touch()
         where = [str(folder), f"{self.hosts[0]}:{free_port()}", *self.hosts]
@@ -135,7 +135,7 @@ class Batch(Attempt):
 
     def _run_test(self, step: Process, folder: Path) -> set[str]:
         """Run the node test to its end, or until it takes too long; return the nodes that have not begun."""
-        step.start(echo=False)
+        step.start()
         deadline, late = time.monotonic() + node_test.BEGINS_S, set(self.hosts)
         while not step.has_ended and time.monotonic() < deadline and not self.stop_signal:
             time.sleep(self.poll_s)
