@@ -293,15 +293,17 @@ class Launcher(ABC):
         """Return the app ids that were submitted from this machine."""
         return sorted(link.name for link in self.links.glob("[!.]*"))  # none of a killed `check_links`
 
-    def remember(self, app_id: str, run: RunDir) -> None:
+    def remember(self, app_id: str, run: RunDir, cluster: str = "") -> None:
         """Keep a link to a submitted run; a cluster that is set up anew reuses ids, so an old link is replaced.
 
         Raises:
             BadInput: it cannot be written.
         """
-        link = self._link(app_id)
+        link = self._link(app_id, cluster)
         try:
-            _lead(link, run)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.unlink(missing_ok=True)
+            link.symlink_to(as_written(run.path))
         except OSError as e:
             raise BadInput.at(str(e.filename or link), str(e.strerror), STATE_HOME) from e
 
@@ -323,7 +325,7 @@ class Launcher(ABC):
         link, identity = self._link(app_id, cluster), Identity.from_file(run.identity)
         if link.is_symlink():
             if not RunDir(link.readlink()).job.exists():
-                _lead(link, run)
+                self.remember(app_id, run, cluster)
         elif identity is not None and not identity.may_be_copy(run):
             _met[link] = run
 
@@ -345,12 +347,6 @@ class Launcher(ABC):
         from fsdp_jobs.launchers.torchx_adapter import TorchxScheduler
 
         return TorchxScheduler(cls(), session_name)
-
-
-def _lead(link: Path, run: RunDir) -> None:
-    link.parent.mkdir(parents=True, exist_ok=True)
-    link.unlink(missing_ok=True)
-    link.symlink_to(as_written(run.path))
 
 
 def prepare_each(
