@@ -111,7 +111,7 @@ class SlurmLauncher(Launcher):
                 validate.compare_with_kill_wait(job.run.name, save_s, 2 * (save_s + step_s))
             margin = margin_s(save_s, step_s, job.config.elastic.stop_grace_s)
             text = script(job, here, site.topology_of(here, job.config), margin)
-            return SlurmRequest(job, text, commands(job, here, margin), code)
+            return SlurmRequest(job, text, commands(job, text), code)
 
         requests = prepare_each(jobs, validate.problems_here, translate)
         if not (checked := [request for request in requests if not request.job.offline_notes]):

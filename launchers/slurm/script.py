@@ -92,15 +92,15 @@ def asked(cluster: SlurmClusterConfig, key: str) -> tuple[str | None, str]:
     return value, f"cluster.{key}={value}"
 
 
-def commands(job: Job, site: Site, margin_s: int) -> Commands:
-    """Render the commands of the batch step."""
+def commands(job: Job, script: Script) -> Commands:
+    """Render the commands of the batch step that a job's script starts."""
     cluster = cluster_of(job.config)
     trainer = job.role("trainer")
-    python = container.python_of_agents(cluster, job.config, job.run, site.python)
+    python = container.python_of_agents(cluster, job.config, job.run, script.python)
     kind = [str(trainer.resource.cpu), "cuda" if trainer.resource.gpu else "cpu"]
-    options = (*_resources(cluster, trainer, site), *map(long_form, cluster.extra))
+    options = (*script.resources, *script.extra)
     return Commands(
-        coordinator=[container.python_outside(cluster, site.python), *arguments(job.role("coordinator"))],
+        coordinator=[script.python, *arguments(job.role("coordinator"))],
         agent=[*python, *arguments(trainer, "{node}")],
         node_test=[*python, "-m", _NODE_TEST, *kind] if cluster.preflight else [],
         env=trainer.env,
@@ -108,7 +108,7 @@ def commands(job: Job, site: Site, margin_s: int) -> Commands:
         regrow=cluster.regrow,
         exclude=_hosts(cluster, "exclude"),  # not expanded: it may be long, and goes on a command line
         submit=[o for o in options if o.partition("=")[0].removeprefix("--") not in client.OF_A_JOB],
-        margin_s=margin_s,
+        margin_s=script.margin_s,
         required=[host for hosts in _hosts(cluster, "nodelist") for host in expand_hostlist(hosts)],
     )
 

@@ -15,9 +15,11 @@ import pytest
 
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.hydra import compose_job
+from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.slurm.script import Site, commands, margin_s, script
 from fsdp_jobs.launchers.slurm.site import topology_of
+from fsdp_jobs.launchers.slurm.steps import Commands
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.files import as_written
 from fsdp_jobs.submit.submit import plan_of
@@ -85,9 +87,15 @@ def rendered(site: Site, overrides: list[str], run_dir: str = "/shared/runs/gold
     job = Job(config, RunDir(run_dir), plan)
     for role in job.app.roles:
         role.env = {"OMP_NUM_THREADS": "1"}
-    agent = shlex.join(commands(job, site, margin_s=70).agent)
-    text = script(job, site, topology_of(site, config), 70).of_run(run_dir, job.app.name, "250101120000-0a1b2c")
+    made = script(job, site, topology_of(site, config), 70)
+    agent = shlex.join(commands(job, made).agent)
+    text = made.of_run(run_dir, job.app.name, "250101120000-0a1b2c")
     return f"{text}\n# agent: {agent}\n".replace(str(as_written(".")), "/shared/me")  # where the tests run
+
+
+def commands_of(config: JobConfig) -> Commands:
+    job = Job(config, RunDir("/runs/a"), plan_of(config)[0])
+    return commands(job, script(job, TREE, None, 70))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -141,7 +149,7 @@ def test_nodes_excluded_by_an_option_stay_so_at_each_requeue_and_one_node_more_a
     """A requeue sets the list anew."""
     extra = "cluster.extra=['-x n7','-G16','-q high','--export=NONE']"
     config = compose_job(["cluster=slurm", "model=llama_debug", "nodes=2", extra, "cluster.comment=ours"])
-    made = commands(Job(config, RunDir("/runs/a"), plan_of(config)[0]), TREE, margin_s=70)
+    made = commands_of(config)
     assert made.exclude == ["n7"]
     assert made.submit == ["--comment=ours", "--gpus-per-node=8", "--exclusive", "--qos=high"]
 
@@ -160,11 +168,11 @@ def test_what_the_user_requires_is_not_excluded_and_files_list_hosts(tmp_path: P
     listed.write_text("n7\nn[11-12]\n")
     where = ["cluster.nodelist='n[1-2],n4'", f"cluster.exclude={listed}"]
     config = compose_job(["cluster=slurm", "model=llama_debug", "nodes=3", *where])
-    made = commands(Job(config, RunDir("/runs/a"), plan_of(config)[0]), TREE, margin_s=70)
+    made = commands_of(config)
     assert made.excluding(["n5", "n4", "n3"]) == ["n3", "n5", "n7", "n[11-12]"]
     config.cluster.exclude = str(tmp_path / "nowhere")
     with pytest.raises(BadInput, match=r"cluster\.exclude=.*: No such file"):
-        commands(Job(config, RunDir("/runs/a"), plan_of(config)[0]), TREE, margin_s=70)
+        commands_of(config)
 
 
 def test_margin_follows_what_saves_took() -> None:
