@@ -239,27 +239,47 @@ def _wait_while(jobs: Sequence[client.QueuedJob], unchanged: Callable[[client.Qu
 
 def _describe(app_id: str, job: client.QueuedJob | None, run: RunDir | None) -> Description | None:
     """Combine SLURM's and the run directory's records of a job; ignore SLURM's if it is of another job with this id."""
+    if job is not None and run is not None and not job.is_of(run):
+        job = None
+    told = Description(job.state, _message(job)) if job is not None else None
     if run is None:
-        return Description(job.state, _message(job)) if job is not None else None
-    job = job if job is None or job.is_of(run) else None
-    state, message = (job.state, _message(job)) if job is not None else _forgotten(run, app_id)
-    if not state.is_active or (job is not None and job.is_completing and Verdict.final(run) is not None):
-        state, message = _end(run, job, state, message)
-    return Description(state, message)
-
-
-def _forgotten(run: RunDir, app_id: str) -> tuple[State, str]:
-    """Return how a job has ended that has no verdict and that neither the controller nor accounting lists."""
+        return told
+    if job is not None and job.state.is_active and not (job.is_completing and Verdict.final(run) is not None):
+        return told
     if run.last_attempt() < run.first_attempt():
-        if (output := run.submit / f"slurm-{app_id}.out").exists():
-            return State.FAILED, f"SLURM has forgotten the job, which failed before its first line: {_said(output)}"
+        return _before_its_first_line(job, run.submit / f"slurm-{app_id}.out") or told
+    verdict = Verdict.read(run, run.last_attempt())
+    if verdict is None:
+        return told or _forgotten(run)
+    if told is not None and told.state in (State.STOPPED, State.SILENT):
+        return told
+    if told is not None and verdict.decision == "requeue":
+        return Description(State.FAILED, f"{told.message} before another attempt began; {verdict.reason}")
+    return Description(State.from_verdict(verdict), verdict.reason)  # it knows more than SLURM
+
+
+def _before_its_first_line(job: client.QueuedJob | None, output: Path) -> Description | None:
+    """Describe a job that has failed, or that SLURM has forgotten, before its first attempt."""
+    if job is None:
+        if output.exists():
+            why = f"SLURM has forgotten the job, which failed before its first line: {_said(output)}"
+            return Description(State.FAILED, why)
         why = f"it was cancelled, or its node could not write {output}"
-        return State.STOPPED, f"SLURM has forgotten the job, which never started: {why}"
+        return Description(State.STOPPED, f"SLURM has forgotten the job, which never started: {why}")
+    if job.state is not State.FAILED:
+        return None
+    why = f": {_said(output)}" if job.slurm_state == "FAILED" else ""
+    where = f" on {job.batch_host or job.nodes}" if job.nodes else ""
+    return Description(job.state, f"SLURM job {job.id} {job.slurm_state}{where} before its first line{why}")
+
+
+def _forgotten(run: RunDir) -> Description:
+    """Describe a job without a verdict that neither the controller nor accounting lists."""
     requests = events.newest_of(run, events.StopRequested)
     asked = next((e.why for e in requests if e.attempt == run.last_attempt()), None)
-    if asked is not None and Verdict.read(run, run.last_attempt()) is None:
-        return State.STOPPED, f"SLURM has forgotten the job, which ended before it had saved: {asked}"
-    return State.FAILED, "SLURM has forgotten the job"
+    if asked is not None:
+        return Description(State.STOPPED, f"SLURM has forgotten the job, which ended before it had saved: {asked}")
+    return Description(State.FAILED, "SLURM has forgotten the job")
 
 
 def _said(output: Path) -> str:
@@ -279,19 +299,3 @@ def _message(job: client.QueuedJob) -> str:
         return f"SLURM job {job.id} waits{why}; {when}"
     where = f" on {job.nodes}" if job.nodes else ""
     return f"SLURM job {job.id} is {job.slurm_state}{where}{'' if job.state.is_active else why}"
-
-
-def _end(run: RunDir, job: client.QueuedJob | None, state: State, message: str) -> tuple[State, str]:
-    """Return how a job has ended: by its verdict if there is one, which knows more than SLURM."""
-    if run.last_attempt() < run.first_attempt():
-        if state is State.FAILED and job is not None:
-            why = f": {_said(run.submit / f'slurm-{job.id}.out')}" if job.slurm_state == "FAILED" else ""
-            where = f" on {job.batch_host or job.nodes}" if job.nodes else ""
-            message = f"SLURM job {job.id} {job.slurm_state}{where} before its first line{why}"
-        return state, message
-    verdict = Verdict.read(run, run.last_attempt())
-    if verdict is None or state in (State.STOPPED, State.SILENT):
-        return state, message
-    if verdict.decision == "requeue" and job is not None:
-        return State.FAILED, f"{message} before another attempt began; {verdict.reason}"
-    return State.from_verdict(verdict), verdict.reason
