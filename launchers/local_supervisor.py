@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fsdp_jobs.launchers.app import with_environment
-from fsdp_jobs.launchers.supervisor import Attempt, Process, main, patiently, staged
+from fsdp_jobs.launchers.supervisor import Attempt, Process, main, staged
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ADDRESS_ENV, ATTEMPT_ENV, COORDINATOR_ENV
@@ -53,7 +53,7 @@ class _LocalAttempt(Attempt):
     """An attempt whose nodes are processes of this machine."""
 
     def __init__(self, run: RunDir, request: LocalRequest):
-        super().__init__(run, patiently(run.last_attempt) + 1)
+        super().__init__(run)
         self.request = request
 
     def restarts(self, process: Process) -> bool:

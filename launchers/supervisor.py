@@ -106,6 +106,10 @@ class Process:
             self._copying = None
         return self.popen.returncode is not None
 
+    def failed(self, reason: str) -> Verdict:
+        """Return the verdict on an attempt that cannot continue without it, with the last lines of its log."""
+        return Verdict("infrastructure", "stop", reason, last_lines=last_lines(self.log, 15))
+
 
 class Attempt:
     """An attempt's processes on this machine, kept alive until the coordinator or a launcher gives the verdict.
@@ -117,8 +121,9 @@ class Attempt:
     early_s = 10.0  # a death so soon after the start is early; three in a row, and the process is given up
     echo = False
 
-    def __init__(self, run: RunDir, number: int):
-        self.run, self.number = run, number
+    def __init__(self, run: RunDir, number: int | None = None):
+        """`number` is by default that of the next attempt."""
+        self.run, self.number = run, patiently(run.last_attempt) + 1 if number is None else number
         self.processes: list[Process] = []
 
     @property
@@ -189,7 +194,7 @@ class Attempt:
         early_deaths, exit_code = process.early_deaths + 1 if is_early else 0, process.popen.returncode
         if early_deaths >= _MAX_EARLY_DEATHS:
             reason = f"{process.name} died three times within {self.early_s:.0f} s of its start"
-            self.give_up(process, Verdict("infrastructure", "stop", reason, last_lines=last_lines(process.log, 15)))
+            self.give_up(process, process.failed(reason))
             self.processes.remove(process)
             return
         process.start()

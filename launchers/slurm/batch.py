@@ -24,7 +24,7 @@ from fsdp_jobs.launchers.slurm import client, node_test
 from fsdp_jobs.launchers.slurm.again import start_again
 from fsdp_jobs.launchers.slurm.companions import Companions, reachable
 from fsdp_jobs.launchers.slurm.steps import EXCLUDE_S, LEAST_TRAINING_S, Commands, srun
-from fsdp_jobs.launchers.supervisor import Attempt, Process, is_superseded, patiently
+from fsdp_jobs.launchers.supervisor import Attempt, Process, is_superseded
 from fsdp_jobs.plan.topology import expand_hostlist
 from fsdp_jobs.run import events, log
 from fsdp_jobs.run.directory import RunDir
@@ -63,7 +63,7 @@ class Batch(Attempt):
     early_s = 20.0
 
     def __init__(self, run: RunDir, commands: Commands, stop_signal: str | None = None):
-        super().__init__(run, patiently(run.last_attempt) + 1)
+        super().__init__(run)
         self.commands = commands
         self.job_id = commands.job_id
         self.hosts = self.allocated = expand_hostlist(os.environ["SLURM_JOB_NODELIST"])
@@ -114,8 +114,7 @@ class Batch(Attempt):
             except client.SlurmError as e:
                 self._tell(e)
             if not tries:
-                reason = f"the node test began on no node: {last_lines(step.log, 1).strip()}"
-                return Verdict("infrastructure", "stop", reason, last_lines=last_lines(step.log, 15))
+                return step.failed(f"the node test began on no node: {last_lines(step.log, 1).strip()}")
             wait_until(lambda: self.stop_signal is not None, _AGAIN_S)
             late = self._run_test(step, folder)
         if self.stop_signal:
@@ -129,8 +128,7 @@ class Batch(Attempt):
             return Verdict("infrastructure", "requeue", f"node test: {facts}")
         if bad or between:  # no single node is to blame
             facts = "; ".join(between) or "; ".join(sorted(set(bad.values())))
-            reason = f"node test, {'links' if between else 'every node'}: {facts}"
-            return Verdict("infrastructure", "stop", reason, last_lines=last_lines(step.log, 15))
+            return step.failed(f"node test, {'links' if between else 'every node'}: {facts}")
         return None
 
     def _run_test(self, step: Process, folder: Path) -> set[str]:
