@@ -38,14 +38,14 @@ def to_app(config: JobConfig, run: RunDir, nproc_per_node: int, submission: str)
     low, high = node_range(config.nodes)
     run_dir = str(as_written(run.path))
     env = {SUBMISSION_ENV: submission, **_DEFAULTS}
-    role = partial(Role, image="", entrypoint=sys.executable)
+    role = partial(Role, image="", entrypoint=sys.executable, env=env)
     coordinator = ["-m", "fsdp_jobs.control.server", run_dir]
     agent = ["-m", "fsdp_jobs.node.agent", run_dir, "--node", macros.replica_id, "--nproc", str(nproc_per_node)]
     gpus = nproc_per_node if accelerator(config) == "cuda" else 0
     node = Resource(cpu=nproc_per_node, gpu=gpus, memMB=1024 * nproc_per_node)
     roles = [
-        role("coordinator", args=coordinator, env=dict(env), resource=Resource(cpu=1, gpu=0, memMB=300)),
-        role("trainer", args=agent, env=dict(env), num_replicas=high, min_replicas=low, resource=node),
+        role("coordinator", args=coordinator, resource=Resource(cpu=1, gpu=0, memMB=300)),
+        role("trainer", args=agent, num_replicas=high, min_replicas=low, resource=node),
     ]
     return AppDef(name=run.name, roles=roles, metadata={RUN_DIR_KEY: run_dir})
 

@@ -68,7 +68,7 @@ class SlurmRequest:
     @property
     def text(self) -> str:
         """The script for this job as a plain job, not as a task of an array."""
-        return self.script.of_run(str(as_written(self.job.run.path)), self.job.app.name, self.job.submission)
+        return self.script.of_run(self.job.run.path, self.job.app.name, self.job.submission)
 
 
 class SlurmLauncher(Launcher):

@@ -149,10 +149,11 @@ class Script:
     brings_code: bool  # the run directory has a copy of the code
     margin_s: int = field(compare=False)
 
-    def of_run(self, run_dir: str, name: str, tag: str, after: str = "") -> str:
+    def of_run(self, run_dir: Path | str, name: str, tag: str, after: str = "") -> str:
         """Render the script of one job; `tag` and `after` as in `of_array`."""
-        output = f"--output={run_dir.replace('%', '%%')}/submit/slurm-%j.out"
-        return self._text(name, tag, after, [output], shlex.quote(run_dir))
+        written = str(as_written(run_dir))
+        output = f"--output={written.replace('%', '%%')}/submit/slurm-%j.out"
+        return self._text(name, tag, after, [output], shlex.quote(written))
 
     def of_array(self, links: Path, name: str, tag: str, count: int, at_once: int, after: str) -> str:
         """Render the script of an array of jobs.

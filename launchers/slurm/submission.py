@@ -103,7 +103,7 @@ def submit_arrays(
             first = replace(scripts[group[0]], margin_s=max(scripts[job].margin_s for job in group))
             tag = f"{folder.name}.{number}"
             if len(group) == 1:
-                text = first.of_run(str(as_written(runs[group[0]].path)), name, tag, after)
+                text = first.of_run(runs[group[0]].path, name, tag, after)
             else:
                 links = folder / str(number)
                 links.mkdir(parents=True)
