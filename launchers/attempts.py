@@ -48,7 +48,7 @@ class Container(Attempt):
             signal.signal(number, self._forward)
 
     def _forward(self, number: int, _frame: object) -> None:
-        self.is_leaving = self.is_leaving or number != signal.SIGUSR1
+        self.is_leaving |= number != signal.SIGUSR1
         for process in self.processes:
             process.popen.send_signal(number)
 
@@ -63,13 +63,12 @@ class Container(Attempt):
                 if is_superseded(self.run):
                     return EXIT_FAILED
                 self.number = self.run.last_attempt()
-                has_begun = self.number >= self.run.first_attempt()
-                verdict = self.verdict if has_begun else None
+                is_open = self.number >= self.run.first_attempt() and self.verdict is None
                 if (final := Verdict.final(self.run)) is not None:
                     return final.exit_code_of_attempt
                 if self.is_leaving:
                     return EXIT_REQUEUE
-                if has_begun and verdict is None:
+                if is_open:
                     self._take_part()
                     continue
                 if self.name == "coordinator":

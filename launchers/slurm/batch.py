@@ -21,9 +21,8 @@ from pathlib import Path
 from fsdp_jobs.config.errors import BadInput, one_line
 from fsdp_jobs.launchers.app import with_environment
 from fsdp_jobs.launchers.slurm import client, node_test
-from fsdp_jobs.launchers.slurm.again import start_again
 from fsdp_jobs.launchers.slurm.companions import Companions, reachable
-from fsdp_jobs.launchers.slurm.steps import EXCLUDE_S, LEAST_TRAINING_S, Commands, srun
+from fsdp_jobs.launchers.slurm.steps import EXCLUDE_S, LEAST_TRAINING_S, Commands, srun, start_again
 from fsdp_jobs.launchers.supervisor import Attempt, Process, is_superseded
 from fsdp_jobs.plan.topology import expand_hostlist
 from fsdp_jobs.run import events, log
@@ -106,8 +105,13 @@ class Batch(Attempt):
         where = [str(folder), f"{self.hosts[0]}:{free_port()}", *self.hosts]
         argv = [*srun(self.hosts), *self.commands.node_test, *where]
         step = Process("node test", argv, self.run.process_log(self.number, "node-test"), self.env)
-        tries, late = _STEPS, self._run_test(step, folder)
-        while len(late) == len(self.hosts) and step.popen.returncode is not None and not self.stop_signal:
+        tries = _STEPS
+        while True:
+            late = self._run_test(step, folder)
+            if self.stop_signal:
+                return Verdict("preempted", "requeue", f"{self.stop_signal} during the node test")
+            if len(late) < len(self.hosts) or step.popen.returncode is None:
+                break
             try:  # srun has failed before it began anywhere
                 client.running(self.job_id)
                 tries -= 1
@@ -116,9 +120,6 @@ class Batch(Attempt):
             if not tries:
                 return step.failed(f"the node test began on no node: {last_lines(step.log, 1).strip()}")
             wait_until(lambda: self.stop_signal is not None, _AGAIN_S)
-            late = self._run_test(step, folder)
-        if self.stop_signal:
-            return Verdict("preempted", "requeue", f"{self.stop_signal} during the node test")
         reports = [node_test.Report.from_json(file.read_bytes()) for file in sorted(folder.glob("*.json"))]
         bad, between = node_test.blame(reports, self.hosts, late)
         if bad and len(bad) < len(self.hosts):
@@ -133,12 +134,15 @@ class Batch(Attempt):
 
     def _run_test(self, step: Process, folder: Path) -> set[str]:
         """Run the node test to its end, or until it takes too long; return the nodes that have not begun."""
+
+        def is_done() -> bool:
+            return step.has_ended or self.stop_signal is not None
+
         step.start()
-        deadline, late = time.monotonic() + node_test.BEGINS_S, set(self.hosts)
-        while not step.has_ended and time.monotonic() < deadline and not self.stop_signal:
-            time.sleep(self.poll_s)
-            if late and not (late := node_test.late(folder, self.hosts)):
-                deadline = time.monotonic() + node_test.TIMEOUT_S
+        wait_until(lambda: is_done() or not node_test.late(folder, self.hosts), node_test.BEGINS_S)
+        late = node_test.late(folder, self.hosts)
+        if not late:
+            wait_until(is_done, node_test.TIMEOUT_S)
         self._notice_end(step)
         step.popen.kill()
         return late
@@ -196,15 +200,17 @@ class Batch(Attempt):
         if self._question is not None and wait([self._question], _ANSWER_S if has_died else 0).done:
             question, self._question = self._question, None
             try:
-                (job, will_get_none), self._is_away = question.result(), False
+                job, will_get_none = question.result()
             except client.SlurmError as e:  # training continues
-                job, will_get_none, self._is_away = None, False, True
+                self._is_away = True
                 for process in self.processes:
                     process.early_deaths = 0
                 logger.warning("%s", e)
                 (status := RunStatus(self.run)).glance()
                 if status.waits_for_nodes:
                     self._tell(e)
+                return
+            self._is_away = False
             if job is not None:
                 self._look_at_allocation(job)
             if self._no_agent is not None and will_get_none and not self.stop_signal:

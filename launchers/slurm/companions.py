@@ -26,8 +26,7 @@ from dataclasses import dataclass, field
 
 from fsdp_jobs.config.errors import BadInput, one_line
 from fsdp_jobs.launchers.slurm import client
-from fsdp_jobs.launchers.slurm.again import start_again
-from fsdp_jobs.launchers.slurm.steps import EXCLUDE_S, Commands, srun
+from fsdp_jobs.launchers.slurm.steps import EXCLUDE_S, Commands, srun, start_again
 from fsdp_jobs.launchers.supervisor import Attempt, StorageErrors
 from fsdp_jobs.plan.topology import expand_hostlist
 from fsdp_jobs.run import events, log

@@ -62,9 +62,8 @@ def blame(
     The others wait for `late` nodes before they test links, so without an answer only these are bad.
     """
     by_host = {r.host: r for r in reports}
-    bad = {host: f"did not begin within {BEGINS_S:.0f} s" for host in late if host not in by_host}
-    missing = () if late else hosts
-    bad |= {host: f"no answer within {TIMEOUT_S:.0f} s" for host in missing if host not in by_host}
+    missing = f"did not begin within {BEGINS_S:.0f} s" if late else f"no answer within {TIMEOUT_S:.0f} s"
+    bad = {host: missing for host in late or hosts if host not in by_host}
     bad |= {r.host: "; ".join(r.problems) for r in reports if r.problems}
     speeds = [s for r in reports for s in r.gemm_tflops]
     least = _SLOW * statistics.median(speeds) if len(speeds) > 2 else 0.0

@@ -13,9 +13,8 @@ import pytest
 
 from fsdp_jobs.launchers.base import at_once
 from fsdp_jobs.launchers.slurm import client, companions
-from fsdp_jobs.launchers.slurm.again import start_again
 from fsdp_jobs.launchers.slurm.companions import Companions, fill_in
-from fsdp_jobs.launchers.slurm.steps import Commands, srun
+from fsdp_jobs.launchers.slurm.steps import Commands, srun, start_again
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ATTEMPT_ENV, COORDINATOR_ENV
 from fsdp_jobs.run.threads import in_thread
