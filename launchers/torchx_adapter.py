@@ -9,9 +9,8 @@ from typing import Any
 from torchx.schedulers.api import DescribeAppResponse, ListAppResponse, Scheduler, Stream, filter_regex
 from torchx.specs import AppDef, AppDryRunInfo, AppState, RoleStatus, make_app_handle
 
-from fsdp_jobs.launchers.app import RUN_DIR_KEY
-from fsdp_jobs.launchers.base import Job, Launcher
-from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.config.errors import BadInput
+from fsdp_jobs.launchers.base import Launcher
 from fsdp_jobs.run.state import State
 
 _TORCHX_STATES = {
@@ -34,18 +33,18 @@ class _Listed(ListAppResponse):  # type: ignore[misc]
 
 
 class TorchxScheduler(Scheduler[dict[str, Any]]):  # type: ignore[misc]
-    """A launcher as `torchx status`, `log`, `cancel` and `list` use it."""
+    """A launcher as `torchx status`, `log`, `cancel` and `list` use it; `torchx run` is refused."""
 
     def __init__(self, launcher: Launcher, session_name: str):
         super().__init__(launcher.name, session_name)
         self.launcher = launcher
 
     def _submit_dryrun(self, app: AppDef, cfg: dict[str, Any]) -> AppDryRunInfo[Any]:
-        job = Job(cfg["config"], RunDir(app.metadata[RUN_DIR_KEY]), cfg["plan"])
-        return AppDryRunInfo(self.launcher.prepare([job])[0], str)
+        cure = "fsdp-jobs submits jobs: fsdp-jobs help; torchx status, log, cancel and list know them"
+        raise BadInput.at("torchx run", "writes no run directory, and a job has all that it needs in one", cure)
 
     def schedule(self, dryrun_info: AppDryRunInfo[Any]) -> str:
-        return self.launcher.submit([dryrun_info.request], 0, None)[0]
+        raise NotImplementedError
 
     def describe(self, app_id: str) -> DescribeAppResponse | None:
         (job,) = self.launcher.describe([app_id])
