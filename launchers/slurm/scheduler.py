@@ -132,7 +132,7 @@ class SlurmLauncher(Launcher):
         for number, group in enumerate(groups):
             for task, index in enumerate(group):
                 requests[index].commands.place = f"{number}_{task if len(group) > 1 else ''}"
-        at_once(_write_commands, requests)
+        at_once(lambda request: request.commands.write(request.job.run), requests)
         if folder is None:
             _write_code(requests, None)
             ids = [submission.sbatch(request.job.run.submit / "slurm", request.text) for request in requests]
@@ -195,22 +195,20 @@ class SlurmLauncher(Launcher):
 create_scheduler = SlurmLauncher.scheduler
 
 
-def _write_commands(request: SlurmRequest) -> None:
-    """Write the commands of a batch step, and make the folders that they mount."""
-    config, run = request.job.config, request.job.run
-    if cluster_of(config).container is not None:
-        container.make_folders(config, run)
-    request.commands.write(run)
-
-
 def _write_code(requests: Sequence[SlurmRequest], shared: Path | None) -> None:
-    """Copy each code snapshot once to `shared` and link to it; without `shared`, or for containers, copy it per run."""
+    """Copy each code snapshot once to `shared` and link to it; without `shared`, or for containers, copy it per run.
+
+    Containers also get the folders that they mount.
+    """
     copies: dict[Snapshot, Path] = {}
     for request in requests:
-        code, run = request.code, request.job.run
+        code, config, run = request.code, request.job.config, request.job.run
+        has_container = cluster_of(config).container is not None
+        if has_container:
+            container.make_folders(config, run)
         if code is None:
             continue
-        if shared is None or cluster_of(request.job.config).container is not None:  # it sees only its run directory
+        if shared is None or has_container:  # it sees only its run directory
             code.write(run.code)
             continue
         if code not in copies:
