@@ -19,9 +19,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
-import psutil
-
 from fsdp_jobs.run.checksum import checksum, fill
+from fsdp_jobs.run.files import file_system
 
 SUMS = "xxh3_128"  # manifest key of a file's block ends and checksums; earlier versions have crc32 instead
 FileSums = dict[str, Any]  # a file in a manifest: its size as `bytes`, and the ends and checksums of its blocks
@@ -98,8 +97,7 @@ def reading_back(file: Path) -> Iterator[ReadBack | None]:
 
 def _is_mounted_store(file: Path) -> bool:
     """Whether a file is on a FUSE mount, such as s3fs or gcsfuse."""
-    types = {mount.mountpoint: mount.fstype for mount in psutil.disk_partitions(all=True)}
-    return next((types[f] for f in map(str, file.resolve().parents) if f in types), "").startswith("fuse")
+    return file_system(file).startswith("fuse")
 
 
 class SummedFile:

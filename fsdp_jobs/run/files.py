@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
+import psutil
+
 from fsdp_jobs.config.errors import Damaged
 from fsdp_jobs.run.record import JsonObject
 
@@ -99,6 +101,13 @@ def is_there(path: Path) -> bool:
     with suppress(OSError):
         return exists(path)
     return False
+
+
+def file_system(path: Path) -> str:
+    """Return the type of the file system that holds a path, or will hold it, such as `tmpfs` or `fuse.s3fs`."""
+    types = {mount.mountpoint: mount.fstype for mount in psutil.disk_partitions(all=True)}  # the last at one place
+    real = path.resolve()
+    return next((types[place] for place in map(str, [real, *real.parents]) if place in types), "")
 
 
 def look_again(file: Path) -> None:

@@ -17,9 +17,9 @@ from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.base import Finding, findings
 from fsdp_jobs.launchers.slurm import client, container, site
 from fsdp_jobs.launchers.slurm.script import asked, cluster_of
-from fsdp_jobs.launchers.slurm.validate import answer, file_system, translate
+from fsdp_jobs.launchers.slurm.validate import answer, translate
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.files import as_written
+from fsdp_jobs.run.files import as_written, file_system
 
 _WAIT_S = 30  # for a free node
 _IMPORT_MINUTES = 10  # for an image that the node does not have yet

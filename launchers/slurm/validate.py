@@ -6,9 +6,6 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-
-import psutil
 
 from fsdp_jobs.config.errors import BadInput, Problem
 from fsdp_jobs.config.resolve import least_nodes, most_nodes
@@ -18,6 +15,7 @@ from fsdp_jobs.launchers.slurm import client, container
 from fsdp_jobs.launchers.slurm.script import asked, cluster_of, long_form
 from fsdp_jobs.launchers.slurm.steps import LEAST_TRAINING_S
 from fsdp_jobs.run.directory import user_name
+from fsdp_jobs.run.files import file_system
 from fsdp_jobs.run.table import size
 
 _IN_MEMORY = ("tmpfs", "ramfs")  # file systems that no other machine can mount
@@ -76,13 +74,6 @@ def problems_here(job: Job) -> Iterator[Problem]:
         if (elsewhere := os.environ.get(name) or here) != here:
             what = f"jobs go to {here}, the cluster of this machine"
             yield Problem(f"{name}={elsewhere}", what, _NOT_EXTRA["--clusters"])
-
-
-def file_system(path: Path) -> str:
-    """Return the type of the file system that holds a path, or will hold it."""
-    real = path.resolve()
-    above = [mount for mount in psutil.disk_partitions(all=True) if real.is_relative_to(mount.mountpoint)]
-    return str(max(reversed(above), key=lambda mount: len(mount.mountpoint)).fstype)  # the last mount at one place
 
 
 def check_with_slurm(job: Job, script: str, margin_s: int, count: int) -> list[Problem]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 from unittest import mock
 
+import psutil
 import pytest
 import torch.distributed as dist
 from hypothesis import given, settings
@@ -108,7 +109,7 @@ def test_a_store_that_is_mounted_is_no_disk_simulated(tmp_path: Path) -> None:
     (tmp_path / "bucket" / "disk").mkdir(parents=True)
     mounts = [mount(Path("/"), "ext4"), mount(tmp_path / "bucket", "fuse.gcsfuse"),
               mount(tmp_path / "bucket" / "disk", "xfs"), mount(tmp_path / "buck", "fuse.s3fs")]  # fmt: skip
-    with mock.patch.object(blocks.psutil, "disk_partitions", lambda all: mounts):
+    with mock.patch.object(psutil, "disk_partitions", lambda all: mounts):
         for folder, is_disk in ((tmp_path, True), (tmp_path / "bucket", False), (tmp_path / "bucket" / "disk", True)):
             (folder / "file").touch()
             with reading_back(folder / "file") as beside:
