@@ -69,12 +69,13 @@ class Companions:
         """
         known = client.queue()
         active = {job.id: job.name for job in known.values() if job.state.is_active}
-        for node, id in self.jobs.items():
+        for node, id in tuple(self.jobs.items()):
             failed = id in known and known[id].reason == "JobLaunchFailure"  # also if its process was killed
             why = f"SLURM could not start job {id} on it: has it mounted the run directory?"
             with suppress(BadInput, OSError):  # the user edits the file, or storage fails; it is tried again
                 if failed and not exists(self.run.node(self.attempt, node) / f"companion-{id}.out"):
                     self.run.exclude(known[id].nodes, EXCLUDE_S, why)
+                    del self.jobs[node]  # only once: the user may allow the node again
         named = {name: id for id, name in active.items()}
         for node in nodes:
             name = f"{self.run.name}-{self.commands.job_id}-node-{node}"  # another run may have this name

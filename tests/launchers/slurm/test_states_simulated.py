@@ -447,6 +447,11 @@ def test_a_node_that_starts_no_job_gets_no_other_companion(slurm: Path, monkeypa
     companions.request([1])
     assert "--exclude=node3,node9" in (slurm / "options").read_text()
     assert "SLURM could not start job 76" in run.excluded_hosts()["node3"], "nor does it get the requeued job"
+    companions.jobs[1], companions.tries[1] = "76", 3
+    companions.request([1])
+    run.excluded.unlink()
+    companions.request([1])
+    assert not run.excluded_hosts(), "a user who has mended the node may allow it again"
 
 
 def test_a_job_waits_for_what_both_its_sweep_and_its_user_name() -> None:
