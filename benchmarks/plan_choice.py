@@ -19,7 +19,7 @@ from fsdp_jobs.plan.choose import Option, price
 from fsdp_jobs.plan.grouping import Grouping
 from fsdp_jobs.plan.layout import HYBRID, WHOLE
 from fsdp_jobs.plan.plan import make_plan
-from fsdp_jobs.plan.shapes import shape_of
+from fsdp_jobs.plan.shape_client import shape_of
 from fsdp_jobs.plan.topology import Topology
 
 CLUSTERS = (("a100_40", 22.8), ("a100_80", 0.25), ("a100_80", 5.7), ("h100", 1.0), ("h100", 45.6), ("h200", 45.6),

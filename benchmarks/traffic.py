@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # for tests.netns
 from fsdp_jobs.config.resolve import param_dtype
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.plan.memory import DTYPE_BYTES
-from fsdp_jobs.plan.shapes import shape_of
+from fsdp_jobs.plan.shape_client import shape_of
 from fsdp_jobs.plan.traffic import BACKENDS, ring_bytes
 from tests.netns import Fabric, NetnsJob, netns_job, why_not
 from tests.plan.rings import sent_by_place

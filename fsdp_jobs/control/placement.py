@@ -12,7 +12,8 @@ from fsdp_jobs.config.resolve import accelerator, most_nodes, ranks_per_node
 from fsdp_jobs.config.schema import ElasticConfig, JobConfig
 from fsdp_jobs.plan.plan import Plan, make_plan, regroup
 from fsdp_jobs.plan.remedies import remedies
-from fsdp_jobs.plan.shapes import ModelShape, shape_of
+from fsdp_jobs.plan.shape_client import shape_of
+from fsdp_jobs.plan.shapes import ModelShape
 from fsdp_jobs.plan.sources import from_kubernetes, from_yaml
 from fsdp_jobs.plan.topology import Node, Topology
 from fsdp_jobs.run.directory import RunDir

@@ -16,7 +16,8 @@ from fsdp_jobs.plan.grouping import Grouping
 from fsdp_jobs.plan.layout import HYBRID, Layout, only_group, partners
 from fsdp_jobs.plan.memory import Memory
 from fsdp_jobs.plan.remedies import Remedy, advice, remedies
-from fsdp_jobs.plan.shapes import ModelShape, shape_of
+from fsdp_jobs.plan.shape_client import shape_of
+from fsdp_jobs.plan.shapes import ModelShape
 from fsdp_jobs.plan.step_time import ATTENTION_UNKNOWN, StepTime
 from fsdp_jobs.plan.topology import Node, Topology
 from fsdp_jobs.plan.traffic import Traffic

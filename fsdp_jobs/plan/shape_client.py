@@ -1,4 +1,4 @@
-"""Ask `python -m fsdp_jobs.train.shape_probe` what only a model's code can answer. No torch."""
+"""Find the shape of a model; ask `python -m fsdp_jobs.train.shape_probe` what only its code can answer. No torch."""
 
 from __future__ import annotations
 
@@ -11,33 +11,47 @@ from tempfile import TemporaryDirectory
 
 from fsdp_jobs.config.clusters import LocalClusterConfig
 from fsdp_jobs.config.errors import BadInput, Problem
-from fsdp_jobs.config.resolve import accelerator
+from fsdp_jobs.config.resolve import accelerator, param_dtype
 from fsdp_jobs.config.schema import (
-    CustomModelConfig,
     DataConfig,
     FsdpConfig,
     HfConfig,
     JobConfig,
+    LlamaConfig,
+    NoModelConfig,
     dump_config,
 )
 from fsdp_jobs.config.terminal import complain
-from fsdp_jobs.plan.shapes import ModelShape
+from fsdp_jobs.plan.shapes import ModelShape, llama_shape
 
 TIMEOUT_S = 300  # importing torch and building the module tree; no weights are made
 
 
+def shape_of(config: JobConfig) -> ModelShape | None:
+    """Return the shape of the configured model; None for a program's own model, which is unknown.
+
+    Raises:
+        BadInput: as `probe` does.
+    """
+    if isinstance(config.model, NoModelConfig):
+        return None
+    if isinstance(config.model, LlamaConfig) and config.fsdp.wrap == "layer":
+        device = accelerator(config)
+        return llama_shape(config.model, device, param_dtype(config.fsdp, device))
+    return probe(config)
+
+
 def probe(config: JobConfig) -> ModelShape:
-    """Measure the shape of a custom or transformers model: a process runs one sample on fake tensors.
+    """Measure the shape of a model: a process runs one sample on fake tensors.
 
     Raises:
         BadInput: the factory, the wrap classes or the forward pass fail, with the process's last line; or the
             data's token ids exceed the model's vocabulary, or its samples the model's positions.
     """
-    is_custom = isinstance(config.model, CustomModelConfig)
-    key = "model._target_" if is_custom else "model.name_or_path"
-    shape = ModelShape.from_json(_ask("shape", config, f"{key}={getattr(config.model, key.removeprefix('model.'))}"))
+    key = {"custom": "_target_", "hf": "name_or_path"}.get(config.model.kind, "kind")
+    shape = ModelShape.from_json(_ask("shape", config, f"model.{key}={getattr(config.model, key)}"))
     vocabulary, ids = shape.activations.vocab, config.data.vocab_size
-    if not is_custom and ids > vocabulary:
+    if config.model.kind != "custom" and ids > vocabulary:
         what = f"token ids go up to {ids - 1}, the model has a vocabulary of {vocabulary}"
         raise BadInput.at(f"data.vocab_size={ids}", what, "a model of the tokenizer's size")
     if 0 < shape.positions < (length := config.data.seq_len):

@@ -5,11 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
 
-from fsdp_jobs.config.errors import BadInput
-from fsdp_jobs.config.resolve import accelerator, param_dtype
-from fsdp_jobs.config.schema import JobConfig, LlamaConfig, NoModelConfig
+from fsdp_jobs.config.schema import LlamaConfig
 from fsdp_jobs.plan.layout import shard_dim
 from fsdp_jobs.run.record import Record
 
@@ -142,22 +139,6 @@ class ModelShape(Record):
         return (2 + self.trained) * matmuls + 12.0 * a.layers * a.attention_width * seq_len
 
 
-def shape_of(config: JobConfig) -> ModelShape | None:
-    """Return the shape of the configured model; None for a program's own model, which is unknown.
-
-    Raises:
-        BadInput: a custom model, whose shape must be probed (plan/shape_client.py) and handed in.
-    """
-    if isinstance(config.model, NoModelConfig):
-        return None
-    if isinstance(config.model, LlamaConfig):
-        device = accelerator(config)
-        dtype = param_dtype(config.fsdp, device)
-        return llama_shape(config.model, config.fsdp.wrap, config.fsdp.min_num_params, device, dtype)
-    cure = "probe it with fsdp_jobs.plan.shape_client"
-    raise BadInput.at(f"model={config.model.kind}", "its shape is not known here", cure)
-
-
 def llama_activations(model: LlamaConfig, accelerator: str, dtype: str) -> Activations:
     """Count what a token costs in models/llama.py.
 
@@ -193,8 +174,8 @@ def llama_activations(model: LlamaConfig, accelerator: str, dtype: str) -> Activ
     )
 
 
-def llama_params(model: LlamaConfig) -> Params:
-    """List models/llama.py's parameters in its order; a tied head is not listed again."""
+def llama_shape(model: LlamaConfig, accelerator: str = "cuda", dtype: str = "bf16") -> ModelShape:
+    """Cut models/llama.py, given its dimensions, into the units of `fsdp.wrap=layer`, as job/sharding.py does."""
     d, f, v = model.dim, model.ffn_dim, model.vocab_size
     kv = d // model.n_heads * model.n_kv_heads
     layer: Params = (
@@ -208,53 +189,14 @@ def llama_params(model: LlamaConfig) -> Params:
         ("attention_norm.weight", (d,)),
         ("ffn_norm.weight", (d,)),
     )
-    layers = tuple((f"layers.{i}.{name}", shape) for i in range(model.n_layers) for name, shape in layer)
-    head: Params = () if model.tie_embeddings else (("output.weight", (v, d)),)
-    return (("tok_embeddings.weight", (v, d)), *layers, ("norm.weight", (d,)), *head)
-
-
-def llama_shape(
-    model: LlamaConfig, wrap: str = "layer", min_num_params: int = 0, accelerator: str = "cuda", dtype: str = "bf16"
-) -> ModelShape:
-    """Cut a Llama, given its dimensions, into units by `fsdp.wrap`, as job/sharding.py does."""
-    params, activations = llama_params(model), llama_activations(model, accelerator, dtype)
-    if wrap != "layer":
-        blocks, root = cut_by_size(params, min_num_params if wrap == "size" else math.inf)
-        last = ("norm.weight", "tok_embeddings.weight" if model.tie_embeddings else "output.weight")
-        waiting = sum(math.prod(s) for n, s in root if n in last)
-        return ModelShape(Unit("root", root), merged(blocks), activations, waiting=waiting)
-    layer = tuple((n.removeprefix("layers.0."), s) for n, s in params if n.startswith("layers.0."))
-    outside = tuple(p for p in params if not p[0].startswith("layers."))
-    one = (Unit("layers", layer, model.n_layers),)
+    layers = (Unit("layers", layer, model.n_layers),)
+    embedding: Params = (("tok_embeddings.weight", (v, d)),)
+    norm: Params = (("norm.weight", (d,)),)
+    head: Params = (*norm, ("output.weight", (v, d)))
+    activations = llama_activations(model, accelerator, dtype)
     if model.tie_embeddings:
-        return ModelShape(Unit("root", outside), one, activations, waiting=(model.vocab_size + 1) * model.dim)
-    return ModelShape(Unit("root", outside[:1]), one, activations, head=Unit("head", outside[1:]))
-
-
-def cut_by_size(params: Params, min_num_params: float) -> tuple[list[tuple[str, Params]], Params]:
-    """Cut a model into the smallest modules with at least `min_num_params` parameters; return them and the rest.
-
-    Modules are read from the dotted names. Lists of modules, whose children are numbers, cannot be units;
-    neither can the root. job/sharding.py cuts live modules in the same way.
-    """
-    units: list[tuple[str, Params]] = []
-
-    def visit(path: str, inside: Params) -> Params:
-        rest: Params = ()
-        children = []
-        for (child, dot), params in groupby(inside, lambda p: p[0].removeprefix(path).partition(".")[:2]):
-            if dot:
-                children.append(child)
-                rest += visit(f"{path}{child}.", tuple(params))
-            else:
-                rest += tuple(params)
-        is_list = bool(children) and all(c.isdigit() for c in children)
-        if path and not is_list and sum(math.prod(s) for _, s in rest) >= min_num_params:
-            units.append((path.rstrip("."), rest))
-            return ()
-        return rest
-
-    return units, visit("", params)
+        return ModelShape(Unit("root", embedding + norm), layers, activations, waiting=(v + 1) * d)
+    return ModelShape(Unit("root", embedding), layers, activations, head=Unit("head", head))
 
 
 def merged(units: list[tuple[str, Params]]) -> tuple[Unit, ...]:

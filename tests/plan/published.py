@@ -10,7 +10,8 @@ from functools import cache
 
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.schema import DataConfig, FsdpConfig, JobConfig, LlamaConfig
-from fsdp_jobs.plan.shapes import ModelShape, shape_of
+from fsdp_jobs.plan.shape_client import shape_of
+from fsdp_jobs.plan.shapes import ModelShape
 from fsdp_jobs.plan.step_time import MEMORY_IN_STEP
 
 FOUNDRY = "github.com/mosaicml/llm-foundry scripts/train/benchmarking/README.md at 061f2c7"

@@ -21,7 +21,8 @@ from fsdp_jobs.plan.grouping import Grouping
 from fsdp_jobs.plan.memory import DTYPE_BYTES, MARGIN, master_bytes
 from fsdp_jobs.plan.plan import Plan, make_plan
 from fsdp_jobs.plan.remedies import with_overrides
-from fsdp_jobs.plan.shapes import ModelShape, shape_of
+from fsdp_jobs.plan.shape_client import shape_of
+from fsdp_jobs.plan.shapes import ModelShape
 from fsdp_jobs.plan.topology import Topology
 from fsdp_jobs.train import shape_probe
 from tests.plan.test_shapes import OfBiased

@@ -22,7 +22,7 @@ from fsdp_jobs.plan.grouping import Grouping
 from fsdp_jobs.plan.memory import GIB, peak_memory
 from fsdp_jobs.plan.plan import Plan, make_plan, regroup
 from fsdp_jobs.plan.render import summary_of
-from fsdp_jobs.plan.shapes import shape_of
+from fsdp_jobs.plan.shape_client import shape_of
 from fsdp_jobs.plan.topology import Node, Topology
 from tests.plan.groups import groups_of
 

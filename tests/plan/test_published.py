@@ -12,7 +12,7 @@ from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.plan.choose import options_of
 from fsdp_jobs.plan.grouping import Grouping
 from fsdp_jobs.plan.plan import Plan, make_plan
-from fsdp_jobs.plan.shapes import shape_of
+from fsdp_jobs.plan.shape_client import shape_of
 from fsdp_jobs.plan.step_time import ATTENTION_IN_STEP, attention_rate
 from fsdp_jobs.plan.topology import Topology
 from tests.plan import unseen

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +26,7 @@ from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.plan.memory import peak_memory, snapshot_bytes
 from fsdp_jobs.plan.plan import make_plan
 from fsdp_jobs.plan.shape_client import probe
-from fsdp_jobs.plan.shapes import Activations, llama_params, llama_shape
+from fsdp_jobs.plan.shapes import Activations, llama_shape
 from fsdp_jobs.plan.step_time import LAYER_MATMUL
 from fsdp_jobs.plan.topology import Topology
 from fsdp_jobs.train import shape_probe
@@ -44,8 +43,16 @@ def test_names_and_shapes_are_the_models_own(preset: str) -> None:
     assert isinstance(config, LlamaConfig)
     with torch.device("meta"):
         model = build_model(config)
-    assert dict(llama_params(config)) == {n: tuple(p.shape) for n, p in model.named_parameters()}
-    assert llama_shape(config).numel == sum(p.numel() for p in model.parameters())
+    shape = llama_shape(config)
+    ours = {
+        f"layers.{i}.{name}": size
+        for (layers,) in [shape.blocks]
+        for i in range(layers.count)
+        for name, size in layers.params
+    }
+    ours |= dict([*shape.root.params, *shape.head.params])
+    assert ours == {n: tuple(p.shape) for n, p in model.named_parameters()}
+    assert shape.numel == sum(p.numel() for p in model.parameters())
 
 
 def test_recomputation_runs_all_matmuls_of_a_block_but_the_last() -> None:
@@ -79,19 +86,17 @@ def units_of_the_trainer(config: LlamaConfig, fsdp: FsdpConfig) -> list[int]:
 @pytest.mark.parametrize("least", [1, 5_000, 20_000, 60_000, 10**9])
 @pytest.mark.parametrize("tied", [False, True])
 def test_units_are_the_trainers_own(wrap: str, least: int, tied: bool) -> None:
-    config = replace(GQA, tie_embeddings=tied)
-    shape = llama_shape(config, wrap, least)
-    ours = sorted(b.numel for b in shape.blocks for _ in range(b.count))
-    assert ours == units_of_the_trainer(config, FsdpConfig(wrap=wrap, min_num_params=least))
-    assert shape.numel == sum(math.prod(s) for _, s in llama_params(config))
+    model, fsdp = replace(GQA, tie_embeddings=tied), FsdpConfig(wrap=wrap, min_num_params=least)
+    config = replace(compose_job([]), model=model, fsdp=fsdp)
+    shape = llama_shape(model) if wrap == "layer" else shape_of(config)
+    ours = sorted(b.numel for b in shape.blocks for _ in range(b.count) if b.numel)
+    assert ours == units_of_the_trainer(model, fsdp)
+    assert shape.numel == llama_shape(model).numel
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_head_in_the_root_waits_for_the_blocks_backward(tied: bool) -> None:
-    """Its gradient exists before theirs, also if it is the embedding's."""
-    config = replace(GQA, tie_embeddings=tied)
-    of_head = (GQA.vocab_size + 1) * GQA.dim
-    assert llama_shape(config, "size", 10**9).waiting == llama_shape(config, "none").waiting == of_head
+def test_a_tied_head_waits_for_the_blocks_backward() -> None:
+    """Its gradient exists before theirs."""
+    assert llama_shape(replace(GQA, tie_embeddings=True)).waiting == (GQA.vocab_size + 1) * GQA.dim
 
 
 def test_flops_are_six_a_weight_and_attention() -> None:

@@ -13,7 +13,7 @@ from functools import cache
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.schema import DataConfig, FsdpConfig, JobConfig, LlamaConfig
 from fsdp_jobs.plan.plan import Plan, make_plan
-from fsdp_jobs.plan.shapes import shape_of
+from fsdp_jobs.plan.shape_client import shape_of
 from tests.plan.published import LLAMA, MPT_ELEMENTWISE
 
 # eager; 400 and 800 Gb/s per node; 13b recomputes every third block, as its HFU says, 7b is sharded inside nodes
