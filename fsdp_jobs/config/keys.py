@@ -18,7 +18,7 @@ def key(
     meaning: str,
     *,
     choices: Sequence[str | bool] = (),
-    at_least: float | None = None,
+    at_least: Any = ...,
     below: float | None = None,
 ) -> Any:
     """Return a dataclass field with the key's meaning and bounds as its metadata.
@@ -27,9 +27,11 @@ def key(
         default: `"???"` for a required key.
         meaning: one line of docs/reference/configuration.md, with the unit unless the name has it.
         choices: the allowed values; for a list, those of each item.
-        at_least: the smallest allowed number.
+        at_least: the smallest allowed number; by default 0 for a key whose default is a number. None: any.
         below: allowed numbers are below this one.
     """
+    if at_least is ...:
+        at_least = 0 if type(default) in (int, float) else None
     about = {"meaning": meaning, "choices": tuple(choices), "at_least": at_least, "below": below}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: copy(default), metadata=about)

@@ -33,22 +33,22 @@ class HardwareConfig:
 
     name: str = key("???", "what the plan and the report call it")
     accelerator: str = key("cuda", "what its devices are; `cpu` has no MFU", choices=("cpu", "cuda"))
-    memory_gib: float = key(0.0, "usable memory of a device, GiB", at_least=0)
-    bf16_tflops: float = key(0.0, "dense peak, also of fp16, TFLOP/s", at_least=0)
-    fp32_tflops: float = key(0.0, "peak of fp32 matmuls as PyTorch runs them by default, TFLOP/s", at_least=0)
+    memory_gib: float = key(0.0, "usable memory of a device, GiB")
+    bf16_tflops: float = key(0.0, "dense peak, also of fp16, TFLOP/s")
+    fp32_tflops: float = key(0.0, "peak of fp32 matmuls as PyTorch runs them by default, TFLOP/s")
     matmul_efficiency: float = key(1.0, "part of the peak that large matmuls reach", at_least=0.01, below=1.01)
-    attention_tflops: float = key(0.0, "causal flash attention, heads of 128; 0: 45% of the matmul rate", at_least=0)
-    memory_gb_s: float = key(0.0, "device memory bandwidth, GB/s; 0: elementwise work is not counted", at_least=0)
-    host_memory_gib: float = key(0.0, "host memory per node, GiB; 0: offload is not checked against it", at_least=0)
-    host_gb_s: float = key(0.0, "GB/s per GPU to host memory, one direction; 0: offload takes no time", at_least=0)
+    attention_tflops: float = key(0.0, "causal flash attention, heads of 128; 0: 45% of the matmul rate")
+    memory_gb_s: float = key(0.0, "device memory bandwidth, GB/s; 0: elementwise work is not counted")
+    host_memory_gib: float = key(0.0, "host memory per node, GiB; 0: offload is not checked against it")
+    host_gb_s: float = key(0.0, "GB/s per GPU to host memory, one direction; 0: offload takes no time")
     failures_per_1000_node_days: float = key(4.0, "node failures that stop a job; for its goodput", at_least=0.01)
     gpus_per_node: int = key(8, "devices per node; `nproc_per_node=auto` starts as many ranks", at_least=1)
-    nvlink_domain: int = key(0, "GPUs connected by NVLink or its like; may span nodes; 0: those of a node", at_least=0)
-    intra_node_gb_s: float = key(0.0, "GB/s per GPU, one direction, inside the domain", at_least=0)
-    nvls_gb_s: float = key(0.0, "the same for all-reduce by NVLink switches (NVLS), as a ring's; 0: none", at_least=0)
-    inter_node_gb_s: float = key(0.0, "GB/s per GPU, one direction, between nodes", at_least=0)
-    intra_node_latency_us: float = key(5.0, "one step of a ring inside the domain, microseconds", at_least=0)
-    inter_node_latency_us: float = key(15.0, "one step of a ring between nodes, microseconds", at_least=0)
+    nvlink_domain: int = key(0, "GPUs connected by NVLink or its like; may span nodes; 0: those of a node")
+    intra_node_gb_s: float = key(0.0, "GB/s per GPU, one direction, inside the domain")
+    nvls_gb_s: float = key(0.0, "the same for all-reduce by NVLink switches (NVLS), as a ring's; 0: none")
+    inter_node_gb_s: float = key(0.0, "GB/s per GPU, one direction, between nodes")
+    intra_node_latency_us: float = key(5.0, "one step of a ring inside the domain, microseconds")
+    inter_node_latency_us: float = key(15.0, "one step of a ring between nodes, microseconds")
     source: str = key("", "where the numbers come from")
 
 
@@ -119,8 +119,8 @@ class FsdpConfig:
     reduce_dtype: str = key("fp32", "gradients on the wire", choices=DTYPES)
     output_dtype: str = key(AUTO, "the model's output; auto leaves it as computed", choices=(AUTO, *DTYPES))
     cpu_offload: bool = key(False, "parameters, gradients and optimizer state live in host memory")
-    forward_prefetch: int = key(0, "blocks gathered ahead in forward; 0 is FSDP2's own prefetch", at_least=0)
-    backward_prefetch: int = key(0, "blocks gathered ahead in backward; 0 is FSDP2's own prefetch", at_least=0)
+    forward_prefetch: int = key(0, "blocks gathered ahead in forward; 0 is FSDP2's own prefetch")
+    backward_prefetch: int = key(0, "blocks gathered ahead in backward; 0 is FSDP2's own prefetch")
     accumulate_unsharded: Any = key(AUTO, "reduce gradients once per step only", choices=(AUTO, True, False))
     activation_checkpointing: str = key("none", "which activations are recomputed", choices=RECOMPUTED)
     activation_checkpointing_every: int = key(2, "the n of every_n", at_least=1)
@@ -151,7 +151,7 @@ class DataConfig:
     seq_len: int = key(128, "tokens per sample", at_least=1)
     global_batch: int = key(16, "samples per optimizer step over all ranks, however many there are", at_least=1)
     micro_batch: int = key(4, "samples per rank at once; the rest is gradient accumulation", at_least=1)
-    workers: int = key(1, "processes per rank that read ahead; 0 reads within the step", at_least=0)
+    workers: int = key(1, "processes per rank that read ahead; 0 reads within the step")
     prefetch: int = key(4, "microbatches that each of these processes keeps ready", at_least=1)
 
 
@@ -159,23 +159,23 @@ class DataConfig:
 class OptimConfig:
     """AdamW with linear warmup and a cosine (or constant) tail."""
 
-    lr: float = key(1e-3, "rate after warmup", at_least=0)
-    beta1: float = key(0.9, "decay of the mean of gradients", at_least=0, below=1)
-    beta2: float = key(0.95, "decay of the mean of squared gradients", at_least=0, below=1)
-    eps: float = key(1e-8, "added to the root of that mean", at_least=0)
-    weight_decay: float = key(0.1, "on matrices only; norms and biases are not decayed", at_least=0)
-    grad_clip_norm: float = key(1.0, "global 2-norm; 0 is off", at_least=0)
+    lr: float = key(1e-3, "rate after warmup")
+    beta1: float = key(0.9, "decay of the mean of gradients", below=1)
+    beta2: float = key(0.95, "decay of the mean of squared gradients", below=1)
+    eps: float = key(1e-8, "added to the root of that mean")
+    weight_decay: float = key(0.1, "on matrices only; norms and biases are not decayed")
+    grad_clip_norm: float = key(1.0, "global 2-norm; 0 is off")
     schedule: str = key("cosine", "after warmup", choices=("cosine", "constant"))
-    warmup_steps: int = key(20, "steps of linear warmup", at_least=0)
+    warmup_steps: int = key(20, "steps of linear warmup")
     decay_steps: int | None = key(None, "step at which the cosine ends; null: `steps`", at_least=0)
-    min_lr_ratio: float = key(0.1, "part of `lr` that is left at the end of the cosine", at_least=0)
+    min_lr_ratio: float = key(0.1, "part of `lr` that is left at the end of the cosine")
 
 
 @dataclass
 class MemoryConfig:
     """Snapshots in the nodes' memory; they survive the ranks, and with a copy on another node also the node."""
 
-    every_steps: Any = key(0, "steps between two snapshots; 0 is off, auto takes 1% of the time", at_least=0)
+    every_steps: Any = key(0, "steps between two snapshots; 0 is off, auto takes 1% of the time")
     dir: str = key("/dev/shm", "where each node keeps them: a folder in a file system in memory")
 
 
@@ -183,9 +183,9 @@ class MemoryConfig:
 class CheckpointConfig:
     """When the job saves checkpoints, and which are kept."""
 
-    every_steps: int = key(20, "steps between two saves; 0 is off", at_least=0)
-    every_minutes: Any = key(0.0, "minutes since the last save; 0 is off, auto the plan's best interval", at_least=0)
-    keep: int = key(3, "newest complete checkpoints that stay; 0 keeps all", at_least=0)
+    every_steps: int = key(20, "steps between two saves; 0 is off")
+    every_minutes: Any = key(0.0, "minutes since the last save; 0 is off, auto the plan's best interval")
+    keep: int = key(3, "newest complete checkpoints that stay; 0 keeps all")
     dir: str | None = key(None, "folder or URL (`s3://`, `gs://`) with a folder per run; null: in the run directory")
     local_dir: str | None = key(None, "a folder on each node's own disk: shards are written there first, then copied")
     async_mode: str = key(AUTO, "auto is thread on CPU and process on CUDA", choices=(AUTO, "off", "thread", "process"))
@@ -198,7 +198,7 @@ class CheckpointConfig:
 class IntegrityConfig:
     """Checks that replicas hold the same bits, and the reaction if they differ."""
 
-    every_steps: int = key(0, "steps between two comparisons; 0: only snapshots are compared", at_least=0)
+    every_steps: int = key(0, "steps between two comparisons; 0: only snapshots are compared")
     probe_every_steps: Any = key(
         AUTO,
         "the trainer's steps between two probes whether all ranks compute the same; 0 is off, "
@@ -216,13 +216,13 @@ class IntegrityConfig:
 class ElasticConfig:
     """How the job survives failures."""
 
-    max_failures_without_progress: int = key(3, "failures tolerated without a new checkpoint in between", at_least=0)
+    max_failures_without_progress: int = key(3, "failures tolerated without a new checkpoint in between")
     heartbeat_interval_s: float = key(1.0, "seconds between an agent's heartbeats", at_least=0.1)
     heartbeat_timeout_s: float = key(10.0, "seconds of silence after which a node is lost", at_least=1)
     lease_s: float = key(
-        0.0, "seconds without the coordinator after which a node stops its ranks; 0: twice the timeout", at_least=0
+        0.0, "seconds without the coordinator after which a node stops its ranks; 0: twice the timeout"
     )
-    join_window_s: float = key(20.0, "seconds that the first round waits for nodes above the minimum", at_least=0)
+    join_window_s: float = key(20.0, "seconds that the first round waits for nodes above the minimum")
     wait_for_nodes_s: float = key(600.0, "seconds with too few nodes until the attempt requeues", at_least=1)
     init_timeout_s: float = key(600.0, "process-group timeout until the first step is done, seconds", at_least=1)
     step_timeout_s: float = key(300.0, "process-group timeout afterwards, seconds", at_least=1)
@@ -230,13 +230,12 @@ class ElasticConfig:
         0.0,
         "seconds without a step that count as a stall; 0: 20 measured steps, at least 60 s (a program: 1,800 s). For "
         "programs that report no steps: seconds of silence; 0: 1,800. A huge number: never",
-        at_least=0,
     )
-    exclude_after: int = key(3, "failures of one machine after which it is excluded; 0 is off", at_least=0)
+    exclude_after: int = key(3, "failures of one machine after which it is excluded; 0 is off")
     exclude_for_s: float = key(3600.0, "seconds for which it is excluded; older failures do not count", at_least=1)
     exclude_slow: bool = key(False, "exclude a machine that slows the others down, if the job ends sooner without it")
-    max_skipped_updates: int = key(20, "steps in a row without a finite gradient norm that end the job", at_least=0)
-    loss_spike: float = key(6.0, "standard deviations above the last 100 losses that make an event; 0: off", at_least=0)
+    max_skipped_updates: int = key(20, "steps in a row without a finite gradient norm that end the job")
+    loss_spike: float = key(6.0, "standard deviations above the last 100 losses that make an event; 0: off")
     stop_on_nan_loss: bool = key(False, "a loss that is not a number ends the job")
     stop_grace_s: float = key(60.0, "seconds that a stopped job has to save and exit; then it is killed", at_least=1)
 
@@ -275,7 +274,7 @@ class SweepConfig:
     wait: bool = key(False, "stay until all jobs have ended, and hand their objectives to Hydra's sweeper")
     objective: str = key("loss", "a key of `metrics.jsonl`; jobs are compared by its last value")
     direction: str = key("minimize", "what is better: a lower or a higher objective", choices=("minimize", "maximize"))
-    parallelism: int = key(0, "jobs at once; 0: no limit on a cluster, 1 on this machine", at_least=0)
+    parallelism: int = key(0, "jobs at once; 0: no limit on a cluster, 1 on this machine")
 
 
 @dataclass
@@ -284,9 +283,11 @@ class JobConfig:
 
     name: str | None = key(None, "the run's folder in `runs_dir`; an existing run continues; null makes a new one")
     runs_dir: str = key("runs", "where run directories are, relative to the current folder")
-    nodes: Any = key(2, "a number, or `min:max` for a job that trains with what it can get between the two")
+    nodes: Any = key(
+        2, "a number, or `min:max` for a job that trains with what it can get between the two", at_least=None
+    )
     nproc_per_node: Any = key(AUTO, "ranks per node; auto is `hardware.gpus_per_node`")
-    seed: int = key(0, "seed of the initial weights and of the order of samples", at_least=0)
+    seed: int = key(0, "seed of the initial weights and of the order of samples")
     steps: int = key(120, "optimizer steps in all, earlier attempts included", at_least=1)
     script: str | None = key(None, "your own program instead of the trainer: a `.py` or an executable")
     module: str | None = key(None, "your own program as a module, as for `python -m`")
@@ -351,10 +352,9 @@ def dump_config(config: JobConfig) -> str:
     class Dumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):  # type: ignore[misc]
         """Quotes every string that OmegaConf or another reader of YAML could read as a number."""
 
-    def quoted_if_number(dumper: Dumper, text: str) -> yaml.ScalarNode:
+    def quoted_if_number(dumper: Dumper, text: str) -> Any:
         style = "'" if re.match(r"[-+.]?\d|[-+]?\.", text) else None
-        node: yaml.ScalarNode = dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
-        return node
+        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
     Dumper.add_representer(str, quoted_if_number)
     return str(yaml.dump(asdict(config), Dumper=Dumper, sort_keys=False, allow_unicode=True))
