@@ -35,8 +35,8 @@ class Option:
     placement: Placement
     microbatches: int  # of one rank in a step
     memory: Memory
-    over: int  # bytes beyond the device's usable memory; below 0: bytes left
-    fits: bool  # on the device, and its offloaded part on the host
+    usable: int  # bytes of a device that may be filled
+    host_fits: bool  # what is offloaded, and snapshots, in the host's memory
     traffic: dict[str, Traffic]  # of a node, by backend: nccl, gloo
     sent: float  # bytes that all nodes together send to other nodes in a step
     time: StepTime
@@ -47,6 +47,26 @@ class Option:
         if layout.strategy == "no_shard":
             return f"no_shard on {layout.world_size}"
         return f"{layout.strategy} over {layout.shard_group}" + (f" x {layout.replicas}" if layout.replicas > 1 else "")
+
+    @property
+    def over(self) -> int:
+        """Bytes beyond the device's usable memory; below 0: bytes left."""
+        return self.memory.total - self.usable
+
+    @property
+    def fits(self) -> bool:
+        return self.over <= 0 and self.host_fits
+
+    @property
+    def closeness(self) -> str:
+        """Warn if it nearly fills the memory: the allocator may have to free cached blocks."""
+        is_close = CLOSE < self.memory.total / self.usable <= 1
+        return f", within {1 - CLOSE:.0%} of the limit" if is_close else ""
+
+    @property
+    def fits_well(self) -> bool:
+        """Whether it fits, and not so closely that the plan warns of it."""
+        return self.fits and not self.closeness
 
     @property
     def spares(self) -> int:
@@ -86,17 +106,6 @@ def usable_bytes(hardware: HardwareConfig) -> int:
     return int(hardware.memory_gib * GIB * (1 - MARGIN))
 
 
-def fits_well(config: JobConfig, option: Option) -> bool:
-    """Return whether an option fits, and not so closely that the plan warns of it."""
-    return option.fits and not closeness(config, option)
-
-
-def closeness(config: JobConfig, option: Option) -> str:
-    """Warn if an option nearly fills the memory: the allocator may have to free cached blocks."""
-    is_close = CLOSE < option.memory.total / usable_bytes(config.hardware) <= 1
-    return f", within {1 - CLOSE:.0%} of the limit" if is_close else ""
-
-
 def price(config: JobConfig, shape: ModelShape, strategy: str, placement: Placement) -> Option:
     """Price one strategy on one placement.
 
@@ -115,14 +124,14 @@ def price(config: JobConfig, shape: ModelShape, strategy: str, placement: Placem
         unsharded = _price(config, shape, strategy, placement, True, chunked)
         worth = 1.0 if sharded.sent > _ALIKE * unsharded.sent else _WORTH_MEMORY
         pays = sharded.time.step > worth * unsharded.time.step
-        return unsharded if pays and fits_well(config, unsharded) else sharded
+        return unsharded if pays and unsharded.fits_well else sharded
 
     whole = accumulating(chunked=fsdp.chunked_loss is True)
-    is_best = fits_well(config, whole) and (whole.microbatches == 1 or whole.layout.accumulate_unsharded)
+    is_best = whole.fits_well and (whole.microbatches == 1 or whole.layout.accumulate_unsharded)
     if fsdp.chunked_loss != AUTO or (is_speed and is_best):
         return whole
     chunked = accumulating(chunked=True)
-    if not (is_speed and fits_well(config, whole) and chunked.fits):
+    if not (is_speed and whole.fits_well and chunked.fits):
         return min(whole, chunked, key=lambda o: (not o.fits, o.memory.total))
     return whole if whole.time.step <= NEAR * chunked.time.step else chunked
 
@@ -141,13 +150,14 @@ def _price(
         memory = replace(memory, snapshots=snapshots)
     param_bytes = DTYPE_BYTES[param_dtype(fsdp, device)]
     rings = {b: ring_bytes(shape, layout, fsdp, param_bytes, microbatches, b) for b in BACKENDS}
-    over = memory.total - usable_bytes(config.hardware)
-    fits = over <= 0 and _host_fits(config, memory)
+    host_bytes = config.hardware.host_memory_gib * GIB * (1 - MARGIN)
+    host_fits = not host_bytes or (memory.host + memory.snapshots) * per_node <= host_bytes
     in_domain = placement.inside == "domain"
     traffic = {b: node_traffic(r, layout, per_node, in_domain) for b, r in rings.items()}
     sent = traffic[backend(config)].inter_node * len(placement.used)
     time = step_time(config, shape, layout, rings[backend(config)], in_domain)
-    return Option(layout, placement, microbatches, memory, over, fits, traffic, sent, time)
+    usable = usable_bytes(config.hardware)
+    return Option(layout, placement, microbatches, memory, usable, host_fits, traffic, sent, time)
 
 
 def options_of(
@@ -170,7 +180,7 @@ def options_of(
         options += [price(config, shape, name, placement) for name in names]
     if not options:
         raise BadInput([grouping.impossible(group)])
-    if strategy == AUTO and grouping.world == 1 and not fits_well(config, options[0]):
+    if strategy == AUTO and grouping.world == 1 and not options[0].fits_well:
         # It frees blocks after their forward.
         options.append(price(config, shape, "full_shard", options[0].placement))
     return options
@@ -261,8 +271,8 @@ def _best(config: JobConfig, options: list[Option]) -> tuple[Option, str]:
         best = min(left, key=lambda o: (o.time.step, o.name))
         if best is fastest:
             decided = f"has the shortest predicted step of the {len(fitting)} options{asked} that fit"
-    need = f"{size(best.memory.total)} of {size(usable_bytes(config.hardware))} usable per {device_of(config)}"
-    return best, f"{best.name} {decided}: {need}{closeness(config, best)}{_where(best)}."
+    need = f"{size(best.memory.total)} of {size(best.usable)} usable per {device_of(config)}"
+    return best, f"{best.name} {decided}: {need}{best.closeness}{_where(best)}."
 
 
 # What decides among options that are equally fast, in this order, and up to which ratio amounts are equal. Long rings
@@ -291,20 +301,14 @@ def _excess(config: JobConfig, o: Option) -> str:
     hardware, exceeded = config.hardware, []
     if o.over > 0:
         name, most = next(iter(o.memory.parts().items()))
-        per_device = f"{size(usable_bytes(hardware))} usable per {device_of(config)}"
-        usable = f"the {per_device} (hardware.memory_gib={hardware.memory_gib:g})"
+        usable = f"the {size(o.usable)} usable per {device_of(config)} (hardware.memory_gib={hardware.memory_gib:g})"
         exceeded.append(f"{size(o.over)} over {usable}, {size(most)} of it {name}")
-    if not _host_fits(config, o.memory):
+    if not o.host_fits:
         parts = {"offloaded": o.memory.host, "snapshots (checkpoint.memory)": o.memory.snapshots}
         needed = [f"{what} {size(n * ranks_per_node(config))}" for what, n in parts.items() if n]
         what = f"in host memory per node, of which 95% may be filled, {' and '.join(needed)}"
         exceeded.append(f"{what} (hardware.host_memory_gib={hardware.host_memory_gib:g})")
     return "; ".join(exceeded)
-
-
-def _host_fits(config: JobConfig, memory: Memory) -> bool:
-    host = config.hardware.host_memory_gib * GIB
-    return not host or (memory.host + memory.snapshots) * ranks_per_node(config) <= host * (1 - MARGIN)
 
 
 def _held(

@@ -16,7 +16,7 @@ import yaml
 from fsdp_jobs.config.keys import AUTO
 from fsdp_jobs.config.resolve import accelerator, ranks_per_node
 from fsdp_jobs.config.schema import RECOMPUTED, JobConfig
-from fsdp_jobs.plan.choose import NEAR, Option, choose, closeness, device_of, fits_well, options_of, price
+from fsdp_jobs.plan.choose import NEAR, Option, choose, device_of, options_of, price
 from fsdp_jobs.plan.grouping import Grouping, divisors
 from fsdp_jobs.plan.layout import HYBRID
 from fsdp_jobs.plan.shapes import ModelShape
@@ -120,8 +120,7 @@ def _tried(
     if not option.fits:
         return []
     host = f", {size(option.memory.host)} of host memory per rank" if option.memory.host else ""
-    close = closeness(config, option)
-    result = f"{option.name}: {size(option.memory.total)} per {device_of(config)}{host}{close}"
+    result = f"{option.name}: {size(option.memory.total)} per {device_of(config)}{host}{option.closeness}"
     return [Remedy((*overrides, *further), result)]
 
 
@@ -197,7 +196,7 @@ def _faster(config: JobConfig, shape: ModelShape, topology: Topology, option: Op
         if other.fsdp.activation_offload and other.fsdp.activation_checkpointing == "none":
             continue  # only the inputs of recomputed blocks are offloaded
         priced = price(other, shape, strategy, placement)
-        if fits_well(config, priced):
+        if priced.fits_well:
             found.append((priced, overrides))
     if not found:
         return
