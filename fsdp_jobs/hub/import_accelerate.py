@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,20 +21,11 @@ def _is_true(value: Any) -> bool:
     return str(value).lower() in ("true", "yes", "1")
 
 
-def _is_number(value: Any) -> bool:
-    try:
-        return math.isfinite(float(value))
-    except (TypeError, ValueError):
-        return False
-
-
 def _converted(value: Any, rule: dict[Any, Any]) -> Any:
     """Return a key's value, converted by its rule; None if there is none."""
     match rule.get("is"):
         case "switch":
             return rule.get(_is_true(value), _is_true(value))
-        case "number":
-            return int(float(value)) if value else None
         case "names" if value and isinstance(value, str):
             return [name.strip() for name in value.split(",")]
     return value or None
@@ -83,14 +73,12 @@ def read(path: Path) -> Imported:
     if odd := [key for key in _GROUPS if not isinstance(content.get(key) or {}, dict)]:
         raise BadInput.at(str(path), f"{odd[0]} is not a group of keys")
     flat, result = {str(key): value for key, value in _flat(content)}, Imported()
-    numbers = [key for key, rule in _RULES.items() if rule.get("is") == "number"]
-    wrong = [key for key in numbers if flat.get(key) and not _is_number(flat[key])]
-    problems = [Problem(f"{key}: {flat.pop(key)}", "is not a number") for key in wrong]
+    problems = list(_read_numbers(flat))
     problems += [problem for key, value in flat.items() for problem in _convert(key, value, result)]
     problems += _convert_ranks(flat, result)
     if str(flat.get("distributed_type", "FSDP")).upper() == "FSDP":
-        replicas, group = (_number(flat, f"parallelism_config_dp_{kind}_size") for kind in ("replicate", "shard"))
-        convert = _convert_fsdp1 if _number(flat, "fsdp_version") == 1 else _convert_fsdp2
+        replicas, group = (flat.get(f"parallelism_config_dp_{kind}_size") or 1 for kind in ("replicate", "shard"))
+        convert = _convert_fsdp1 if (flat.get("fsdp_version") or 1) == 1 else _convert_fsdp2
         problems += convert(flat, replicas, group, result)
     if problems:
         raise BadInput(problems)
@@ -107,9 +95,14 @@ def _flat(content: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
-def _number(flat: dict[str, Any], key: str, default: int = 1) -> int:
-    """Return a key's number; the default where the file has none, null or 0."""
-    return int(float(flat.get(key) or default))
+def _read_numbers(flat: dict[str, Any]) -> Iterator[Problem]:
+    """Make numbers of the keys that have one; remove those that are none, and yield them as problems."""
+    for key, rule in _RULES.items():
+        if rule.get("is") == "number" and flat.get(key):
+            try:
+                flat[key] = int(float(flat[key]))
+            except (TypeError, ValueError, OverflowError):
+                yield Problem(f"{key}: {flat.pop(key)}", "is not a number")
 
 
 def _convert(key: str, value: Any, result: Imported) -> Iterator[Problem]:
@@ -137,7 +130,7 @@ def _convert(key: str, value: Any, result: Imported) -> Iterator[Problem]:
 def _convert_ranks(flat: dict[str, Any], result: Imported) -> Iterator[Problem]:
     if not flat.get("num_processes"):
         return
-    processes, machines = _number(flat, "num_processes"), _number(flat, "num_machines")
+    processes, machines = flat["num_processes"], flat.get("num_machines") or 1
     if processes < 0:
         result.notes["num_processes"] = "a node has as many ranks as GPUs"
     elif processes % machines:
@@ -170,7 +163,7 @@ def _convert_fsdp2(flat: dict[str, Any], replicas: int, group: int, result: Impo
     if replicas > 1 and group > 1:
         strategy = "hybrid_shard" if reshards else "hybrid_shard_zero2"
         result.values |= {"fsdp.strategy": strategy, "fsdp.shard_group": group}
-        ranks = _number(flat, "num_processes", default=-1)
+        ranks = flat.get("num_processes") or 0
         if 0 < ranks != replicas * group:
             yield Problem(f"num_processes: {ranks}", f"is not {replicas} replicas x {group}", str(replicas * group))
     elif replicas > 1:
