@@ -12,13 +12,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-def replicates_with_mesh() -> bool:
-    """Whether FSDP2's `replicate` accepts a mesh, as since 2.13; before, shard groups of one rank do the same."""
-    import torch
-
-    return tuple(int(number) for number in torch.__version__.split(".")[:2]) >= (2, 13)
-
-
 def set_timeout(timeout: timedelta, group: ProcessGroup | None) -> None:
     """Set the timeout of a group's collectives; None: of the default group's."""
     import torch.distributed as dist

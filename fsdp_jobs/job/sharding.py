@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
@@ -25,7 +24,6 @@ from fsdp_jobs.checkpoints.ranks import Ranks
 from fsdp_jobs.checkpoints.tensors import checksum
 from fsdp_jobs.config.resolve import output_dtype, param_dtype
 from fsdp_jobs.config.schema import FsdpConfig, HfConfig, JobConfig
-from fsdp_jobs.config.torch_version import replicates_with_mesh
 from fsdp_jobs.hub.huggingface import initial_pieces
 from fsdp_jobs.models.build import build_model, find_blocks, head_modules_of
 from fsdp_jobs.models.weights import copy_local_part, plain_name, seed_of
@@ -59,8 +57,6 @@ def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
     if layout.world_size != dist.get_world_size():
         raise RuntimeError(f"the layout is for {layout.world_size} ranks, the world has {dist.get_world_size()}")
     shape = layout.mesh_shape
-    if layout.strategy == "no_shard" and not replicates_with_mesh():
-        shape |= {"shard": 1}
     mesh = init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
@@ -140,17 +136,14 @@ def shard(
         return Shard(shard_dim(parameter.shape, layout.shard_group))
 
     def apply(module: nn.Module | list[nn.Module], policy: MixedPrecisionPolicy, reshard: bool) -> None:
-        if mesh.ndim == 1 and layout.strategy == "no_shard":
-            replicate(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
-        else:
-            fully_shard(
-                module,
-                mesh=mesh,
-                reshard_after_forward=reshard,
-                shard_placement_fn=place,
-                mp_policy=policy,
-                offload_policy=offload,
-            )
+        fully_shard(
+            module,
+            mesh=mesh,
+            reshard_after_forward=reshard,
+            shard_placement_fn=place,
+            mp_policy=policy,
+            offload_policy=offload,
+        )
 
     for block in reversed(blocks):  # those inside others first
         apply(block, inner, layout.reshard_after_forward)

@@ -71,8 +71,6 @@ class Layout(Record):
     @property
     def mesh_shape(self) -> dict[str, int]:
         """Device-mesh dimensions by name, outermost first."""
-        if self.strategy == "no_shard":
-            return {"replicate": self.world_size}
-        if self.strategy in HYBRID:
-            return {"replicate": self.replicas, "shard": self.shard_group}
-        return {"shard": self.world_size}
+        if self.strategy in WHOLE:
+            return {"shard": self.world_size}
+        return {"replicate": self.replicas, "shard": self.shard_group}

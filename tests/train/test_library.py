@@ -139,6 +139,22 @@ def test_a_batch_that_is_too_small_for_the_world_is_refused(monkeypatch: pytest.
         ElasticSampler(range(9), 3)
 
 
+def _sharded_by_hand() -> None:
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+
+    from fsdp_jobs.job.sharding import build_mesh
+
+    mesh = build_mesh(Layout("no_shard", 2, 1), "cpu")
+    model = fully_shard(nn.Linear(4, 4), mesh=mesh)
+    assert mesh["shard"].size() == 1 and model.weight.to_local().shape == (4, 4)
+
+
+def test_a_program_that_shards_over_the_mesh_of_no_shard_keeps_whole_weights() -> None:
+    """Its only dimension was `replicate`, and `fully_shard` took that one for its shards."""
+    run_world(2, _sharded_by_hand)
+
+
 def _steps(folder: str) -> list[float]:
     from fsdp_jobs import job
 
