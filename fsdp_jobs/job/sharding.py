@@ -17,7 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from fsdp_jobs.checkpoints.ranks import Ranks
@@ -73,7 +73,6 @@ def sharded_model(config: JobConfig, layout: Layout, mesh: DeviceMesh, device: t
 
     Raises:
         ValueError: a wrap class matches no module of the model.
-        RuntimeError: a parameter was left out of the sharding.
     """
     fsdp = config.fsdp
     with torch.device("meta" if fsdp.meta_init else "cpu"):
@@ -90,9 +89,6 @@ def sharded_model(config: JobConfig, layout: Layout, mesh: DeviceMesh, device: t
                 module._buffers[name] = torch.empty_like(buffer, device=device)
         buffers = {plain_name(name) for name, _ in model.named_buffers()}
         _fill(model, config, device, buffers - model.state_dict().keys())
-    left_out = [n for n, p in model.named_parameters() if not isinstance(p, DTensor)]
-    if left_out:
-        raise RuntimeError(f"not sharded: {', '.join(left_out[:5])}")
     return model
 
 
@@ -155,7 +151,7 @@ def shard(
         (fsdp.forward_prefetch, blocks, "set_modules_to_forward_prefetch"),
         (fsdp.backward_prefetch, blocks[::-1], "set_modules_to_backward_prefetch"),
     ):
-        for i, block in enumerate(order if ahead else []):
+        for i, block in enumerate(order):
             getattr(block, prefetch)(order[i + 1 : i + 1 + ahead])
 
 
@@ -241,5 +237,5 @@ def set_gradient_communication(model: nn.Module, layout: Layout, last: bool) -> 
     assert isinstance(model, FSDPModule)
     if layout.accumulate_unsharded or layout.shard_group == 1:
         model.set_requires_gradient_sync(last)
-    elif layout.replicas > 1:
+    else:
         model.set_requires_all_reduce(last)
