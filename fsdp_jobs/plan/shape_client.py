@@ -7,7 +7,6 @@ import subprocess
 import sys
 from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from fsdp_jobs.config.clusters import LocalClusterConfig
 from fsdp_jobs.config.errors import BadInput, Problem
@@ -80,8 +79,15 @@ def _ask(question: str, config: JobConfig, where: str) -> str:
     data = DataConfig(kind=config.data.kind, seq_len=config.data.seq_len)
     cluster = LocalClusterConfig(accelerator=accelerator(config))
     model, hub_model = config.model, ""
-    same = JobConfig(model=model, fsdp=fsdp, data=data, cluster=cluster)  # equal if jobs differ only elsewhere
-    same.init_from, same.init_key_map, same.init_rope = config.init_from, config.init_key_map, config.init_rope
+    same = JobConfig(  # equal if jobs differ only elsewhere
+        model=model,
+        fsdp=fsdp,
+        data=data,
+        cluster=cluster,
+        init_from=config.init_from,
+        init_key_map=config.init_key_map,
+        init_rope=config.init_rope,
+    )
     if isinstance(model, HfConfig) and not Path(model.name_or_path).is_dir():
         hub_model = model.name_or_path
     found = "a folder (there is none of this name), or a network that reaches the hub" if hub_model else ""
@@ -100,8 +106,5 @@ def _ask(question: str, config: JobConfig, where: str) -> str:
 def run_probe(question: str, config: str, hub_model: str) -> subprocess.CompletedProcess[str]:
     if hub_model:  # the hub's library tries again for minutes
         complain(f"reading {hub_model} from the Hugging Face hub or its cache", "dim")
-    with TemporaryDirectory() as folder:
-        path = Path(folder, "config.yaml")
-        path.write_text(config)
-        command = [sys.executable, "-m", "fsdp_jobs.train.shape_probe", question, str(path)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    command = [sys.executable, "-m", "fsdp_jobs.train.shape_probe", question, "/dev/stdin"]
+    return subprocess.run(command, input=config, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
