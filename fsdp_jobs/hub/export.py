@@ -120,12 +120,12 @@ def _choose(run: RunDir, config: JobConfig, step: int | None) -> Path:
     if not committed and not config.cluster.shares_files:
         cure = f"copy them to {home} with the pod of deploy/kubernetes/reader.yaml, then repeat the command"
         raise BadInput.at(run.name, "its checkpoints are on the claim, not on this machine", cure)
-    steps = [catalog.step_of(f) for f in committed]
     if step is not None:
-        if step not in steps:
-            others = f"one of {', '.join(map(str, steps)) or 'none'}"
+        by_step = {catalog.step_of(folder): folder for folder in committed}
+        if step not in by_step:
+            others = f"one of {', '.join(map(str, by_step)) or 'none'}"
             raise BadInput.at(f"--step {step}", f"{run.name} has no such checkpoint", others)
-        folder = committed[steps.index(step)]
+        folder = by_step[step]
         if faults := catalog.verify(folder):
             raise JobFailed(f"{folder.name} is damaged: {'; '.join(faults)}")
         _warn_if_wrong(folder)
