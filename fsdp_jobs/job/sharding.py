@@ -28,22 +28,14 @@ from fsdp_jobs.hub.huggingface import initial_pieces
 from fsdp_jobs.models.build import build_model, find_blocks, head_modules_of
 from fsdp_jobs.models.weights import copy_local_part, plain_name, seed_of
 from fsdp_jobs.plan.layout import Layout, shard_dim
+from fsdp_jobs.plan.shapes import MATMULS
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 # Selective checkpointing keeps the outputs of these: they are expensive to recompute.
-_EXPENSIVE_OPS = [
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,  # with a bias
-    torch.ops.aten.bmm.default,
-    torch.ops.aten.baddbmm.default,
-    torch.ops.aten._grouped_mm.default,  # of experts
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,  # on sm90 and newer
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops._c10d_functional.reduce_scatter_tensor.default,
-]
+_ATTENTION = ("cudnn_attention", "efficient_attention", "flash_attention", "flash_attention_for_cpu")
+_EXPENSIVE = (*MATMULS, *(f"_scaled_dot_product_{kernel}" for kernel in _ATTENTION))
+_EXPENSIVE_OPS = [getattr(torch.ops.aten, name).default for name in _EXPENSIVE]
 
 
 def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:

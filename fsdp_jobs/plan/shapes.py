@@ -10,6 +10,8 @@ from fsdp_jobs.config.schema import LlamaConfig
 from fsdp_jobs.plan.layout import shard_dim
 from fsdp_jobs.run.record import Record
 
+MATMULS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")  # torch's operations; the last is of experts
+
 Shape = tuple[int, ...]
 Params = tuple[tuple[str, Shape], ...]  # name and shape of each parameter
 

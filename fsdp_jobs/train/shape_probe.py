@@ -35,9 +35,8 @@ from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.resolve import accelerator, param_dtype
 from fsdp_jobs.config.schema import CustomModelConfig, JobConfig, load_config
 from fsdp_jobs.models.build import build_model, find_blocks, head_modules_of, linear_head_of
-from fsdp_jobs.plan.shapes import Activations, ModelShape, Params, Unit, merged
+from fsdp_jobs.plan.shapes import MATMULS, Activations, ModelShape, Params, Unit, merged
 
-MATMULS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
 ATTENTION = "_scaled_dot_product"
 GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}  # of a recurrent layer, by torch's function
 
