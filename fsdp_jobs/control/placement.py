@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.resolve import accelerator, most_nodes, ranks_per_node
 from fsdp_jobs.config.schema import ElasticConfig, JobConfig
-from fsdp_jobs.plan.plan import Plan, make_plan, regroup
+from fsdp_jobs.plan.plan import Plan, make_plan
 from fsdp_jobs.plan.remedies import remedies
 from fsdp_jobs.plan.shape_client import shape_of
 from fsdp_jobs.plan.shapes import ModelShape
@@ -180,9 +180,8 @@ class RoundPlanner:
         return self._answer.result() if self._answer.done() else None
 
     def _plan(self, present: Sequence[Node], shard_group: int) -> Plan:
-        if shard_group:
-            return regroup(self.config, present, shard_group, self.shape)
-        return make_plan(self.config, Topology.of(present), shape=self.shape, seek_remedies=False)
+        topology, before = Topology.of(present), shard_group or None
+        return make_plan(self.config, topology, shape=self.shape, seek_remedies=False, previous_group=before)
 
     def usable_nodes(self, agents: Sequence[ConnectedAgent], shard_group: int) -> int | None:
         """Count the nodes that a round would use; nodes beyond full groups are spares. None: call again."""

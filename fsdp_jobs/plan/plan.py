@@ -89,14 +89,19 @@ def make_plan(
         seek_remedies: find settings that make an oversized job fit, or better ones; each try is a plan.
         costs: of checkpoints and restarts, measured on this run.
         seen: failures that this cluster had.
-        previous_group: as for `regroup`.
+        previous_group: at run time, ranks of a shard group until now: all nodes of the topology take part, and the
+            size is kept. It changes if the job no longer fits with it, if no group of it can be formed, or if another
+            size gains enough by using more of the nodes; the first reason says which.
 
     Raises:
         BadInput: a shard group cannot be formed, or the topology has too few nodes or GPUs.
     """
     low, high = node_range(config.nodes)
-    least, most = (nodes, nodes) if nodes else (low, high)
-    topology, notes = _settled(config, topology or Topology.flat(most, ranks_per_node(config)), least, most)
+    topology = topology or Topology.flat(nodes or high, ranks_per_node(config))
+    least, most = nodes or low, nodes or high
+    if previous_group is not None:
+        least = most = len(topology.nodes)
+    topology, notes = _settled(config, topology, least, most)
     if previous_group is None and (problems := list(sharding_problems(config, topology))):
         raise BadInput(problems)
     if (chosen := accelerator(config)) != config.hardware.accelerator:
@@ -148,22 +153,6 @@ def make_plan(
         remedies=tuple(found),
         expected=expect(config, layout, len(used), memory, time.step if time else 0.0, costs, seen),
     )
-
-
-def regroup(config: JobConfig, present: Sequence[Node], previous_group: int, shape: ModelShape | None = None) -> Plan:
-    """Plan again at run time, for the nodes present: keep the shard group size, vary the replicas.
-
-    The size changes if the job no longer fits with it, if no group of it can be formed, or if another size
-    gains enough by using more of the nodes; the first reason says which.
-
-    Args:
-        config: the job.
-        present: the nodes of this round; one without a switch path, where others have one, is its own leaf.
-        previous_group: ranks of a shard group until now.
-        shape: as for `make_plan`.
-    """
-    topology = Topology.of(present)
-    return make_plan(config, topology, len(present), shape, seek_remedies=False, previous_group=previous_group)
 
 
 def _settled(config: JobConfig, topology: Topology, low: int, high: int) -> tuple[Topology, list[str]]:

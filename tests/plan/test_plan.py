@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -20,7 +21,7 @@ from fsdp_jobs.config.schema import JobConfig, LlamaConfig
 from fsdp_jobs.plan.choose import NEAR, Considered, price
 from fsdp_jobs.plan.grouping import Grouping
 from fsdp_jobs.plan.memory import GIB, peak_memory
-from fsdp_jobs.plan.plan import Plan, make_plan, regroup
+from fsdp_jobs.plan.plan import Plan, make_plan
 from fsdp_jobs.plan.render import summary_of
 from fsdp_jobs.plan.shape_client import shape_of
 from fsdp_jobs.plan.topology import Node, Topology
@@ -356,6 +357,10 @@ def test_a_shard_group_may_be_several_nodes_of_one_nvlink_domain() -> None:
     apart = replace(config, hardware=replace(config.hardware, nvlink_domain=4))
     slower = next(c for c in on(apart, Topology.flat(36, 4)).considered if c.name == chosen(plan).name)
     assert chosen(plan).step_s < slower.step_s
+
+
+def regroup(config: JobConfig, present: Sequence[Node], previous_group: int) -> Plan:
+    return make_plan(config, Topology.of(present), seek_remedies=False, previous_group=previous_group)
 
 
 class TestRegroup:
