@@ -15,7 +15,7 @@ from fsdp_jobs.plan.memory import DTYPE_BYTES, GIB, MARGIN, Memory, peak_memory,
 from fsdp_jobs.plan.shapes import ModelShape
 from fsdp_jobs.plan.step_time import StepTime, step_time
 from fsdp_jobs.plan.topology import Topology
-from fsdp_jobs.plan.traffic import BACKENDS, Traffic, node_traffic, ring_bytes
+from fsdp_jobs.plan.traffic import BACKENDS, Traffic, hops, node_traffic, ring_bytes
 from fsdp_jobs.run.env import LAYOUT_ENV
 from fsdp_jobs.run.table import listed, size
 
@@ -152,10 +152,10 @@ def _price(
     rings = {b: ring_bytes(shape, layout, fsdp, param_bytes, microbatches, b) for b in BACKENDS}
     host_bytes = config.hardware.host_memory_gib * GIB * (1 - MARGIN)
     host_fits = not host_bytes or (memory.host + memory.snapshots) * per_node <= host_bytes
-    in_domain = placement.inside == "domain"
-    traffic = {b: node_traffic(r, layout, per_node, in_domain) for b, r in rings.items()}
+    at = hops(layout, per_node, in_domain=placement.inside == "domain")
+    traffic = {b: node_traffic(r, at) for b, r in rings.items()}
     sent = traffic[backend(config)].inter_node * len(placement.used)
-    time = step_time(config, shape, layout, rings[backend(config)], in_domain)
+    time = step_time(config, shape, layout, rings[backend(config)], at)
     usable = usable_bytes(config.hardware)
     return Option(layout, placement, microbatches, memory, usable, host_fits, traffic, sent, time)
 

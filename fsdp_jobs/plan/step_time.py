@@ -18,7 +18,7 @@ from fsdp_jobs.plan.collectives import Group
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.plan.memory import DTYPE_BYTES, master_bytes, offloaded_blocks
 from fsdp_jobs.plan.shapes import ModelShape
-from fsdp_jobs.plan.traffic import RingBytes, hops
+from fsdp_jobs.plan.traffic import Hops, RingBytes
 
 # Constants that no data sheet gives. docs/how-it-works/planning.md says where they come from.
 LAYER_MATMUL = 0.82  # a layer's matmuls, against the best large matmul of the same GPU
@@ -87,19 +87,18 @@ def _beside(compute: float, communication: float) -> float:
     return max(communication, compute + CONTENTION * min(compute, communication))
 
 
-def step_time(config: JobConfig, shape: ModelShape, layout: Layout, ring: RingBytes, in_domain: bool) -> StepTime:
+def step_time(config: JobConfig, shape: ModelShape, layout: Layout, ring: RingBytes, at: Hops) -> StepTime:
     """Predict one optimizer step of `ring.gathers` microbatches on every rank.
 
     Forward hides the gather of the next block behind a block; backward hides the gather and the previous
-    block's reduction. The first gather, the last reduction and the root's are exposed. With `in_domain`, a shard
-    group's nodes reach each other over NVLink.
+    block's reduction. The first gather, the last reduction and the root's are exposed. `at` are the rings' hops.
     """
     fsdp, data, hardware = config.fsdp, config.data, config.hardware
     n, dtype = max(1, shape.n_blocks), param_dtype(fsdp, accelerator(config))
     samples = -(-data.global_batch // layout.world_size)  # of the busiest rank; its last microbatch may be smaller
     in_microbatch = samples * data.seq_len / ring.gathers  # tokens, mean
     c = _compute(config, shape, layout, dtype, in_microbatch)
-    s_intra, s_inter, r_intra, r_inter = hops(layout, ranks_per_node(config), in_domain)
+    s_intra, s_inter, r_intra, r_inter = at
     near, far = _group(config, layout.shard_group, s_intra, s_inter), _group(config, layout.replicas, r_intra, r_inter)
 
     shard = shape.shard_numel(layout.shard_group)

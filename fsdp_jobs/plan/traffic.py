@@ -69,14 +69,14 @@ def ring_bytes(
     )
 
 
-def hops(layout: Layout, ranks_per_node: int, in_domain: bool) -> tuple[float, float, float, float]:
+Hops = tuple[float, float, float, float]  # shard ring within and between nodes, replica ring within and between
+
+
+def hops(layout: Layout, ranks_per_node: int, in_domain: bool) -> Hops:
     """Count the ranks per node that send to a rank of the same node, and of another, in topology order.
 
     These are means over the nodes if a group is neither an even part of a node nor whole nodes. With `in_domain` a
     shard group's nodes reach each other over NVLink, as if they were one.
-
-    Returns:
-        (shard ring within, shard ring between, replica ring within, replica ring between nodes).
     """
     group, per_node = layout.shard_group, ranks_per_node
     nodes = -(-layout.world_size // per_node)
@@ -94,9 +94,9 @@ def hops(layout: Layout, ranks_per_node: int, in_domain: bool) -> tuple[float, f
     return shard_intra, shard_inter, per_node - replica_inter, replica_inter
 
 
-def node_traffic(ring: RingBytes, layout: Layout, ranks_per_node: int, in_domain: bool = False) -> Traffic:
+def node_traffic(ring: RingBytes, at: Hops) -> Traffic:
     """Count the bytes that each node sends in a step when ranks are in topology order."""
-    s_intra, s_inter, r_intra, r_inter = hops(layout, ranks_per_node, in_domain)
+    s_intra, s_inter, r_intra, r_inter = at
     return Traffic(
         intra_node=s_intra * ring.shard_ring + r_intra * ring.all_reduce,
         inter_node=s_inter * ring.shard_ring + r_inter * ring.all_reduce,

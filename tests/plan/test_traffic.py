@@ -13,7 +13,7 @@ from fsdp_jobs.config.schema import FsdpConfig, LlamaConfig
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.plan.plan import make_plan
 from fsdp_jobs.plan.shapes import Activations, ModelShape, Unit, llama_shape
-from fsdp_jobs.plan.traffic import Traffic, node_traffic, ring_bytes
+from fsdp_jobs.plan.traffic import Traffic, hops, node_traffic, ring_bytes
 from tests.plan.rings import sent_by_place
 
 FP32 = FsdpConfig(param_dtype="fp32")
@@ -90,7 +90,7 @@ def test_the_closed_form_counts_the_hops(
     ring = ring_bytes(shape, layout, FP32, 4, 3, backend)
     places = ordered(nodes, per_node)
     counted = sent_by_place(ring, rows(world, group), places)
-    predicted = node_traffic(ring, layout, per_node)
+    predicted = node_traffic(ring, hops(layout, per_node, False))
     assert sum(counted.values()) == pytest.approx(nodes * predicted.inter_node)
     everything = sum(sent_by_place(ring, rows(world, group), [str(r) for r in range(world)]).values())
     assert everything == pytest.approx(nodes * (predicted.inter_node + predicted.intra_node))
@@ -107,7 +107,7 @@ def test_groups_that_straddle_nodes(nodes: int, group: int, factor: int) -> None
     ring = ring_bytes(PLAIN, layout, FP32, 4, factor)
     shard_only = replace(ring, all_reduce=0.0, gathers=factor, reductions=1)
     counted = sum(sent_by_place(shard_only, rows(world, group), ordered(nodes, per_node)).values())
-    assert node_traffic(shard_only, layout, per_node).inter_node * nodes == pytest.approx(counted)
+    assert node_traffic(shard_only, hops(layout, per_node, False)).inter_node * nodes == pytest.approx(counted)
 
 
 def test_accumulation_gathers_each_time_and_reduces_once() -> None:
@@ -132,7 +132,7 @@ def test_leaf_switch_traffic_falls_with_groups_inside_leaves() -> None:
 
 def test_a_single_rank_sends_nothing() -> None:
     ring = ring_bytes(PLAIN, Layout("full_shard", 1, 1), FP32, 4, 1)
-    assert node_traffic(ring, Layout("full_shard", 1, 1), 1) == Traffic(0, 0)
+    assert node_traffic(ring, hops(Layout("full_shard", 1, 1), 1, False)) == Traffic(0, 0)
 
 
 def test_nvlink_between_nodes_is_no_network() -> None:
