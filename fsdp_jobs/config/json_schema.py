@@ -36,17 +36,17 @@ def _key(group: type, field: Field[Any], declared: Any) -> dict[str, Any]:
         options = [_object(node) for name, _, node in SCHEMAS if name == field.name]
         return {"anyOf": options} if len(options) > 1 else _object(declared)  # type: ignore[arg-type]
     about, key = metadata(group, field.name), _type(declared)
-    least, choices = about.get("at_least"), about.get("choices")
+    least, choices, below = about["at_least"], about["choices"], about["below"]
     if choices:
         (key["items"] if key.get("type") == "array" else key)["enum"] = list(choices)
     if least is not None:
         key["minimum"] = least
         if declared is Any:
             key = {"anyOf": [{"type": "number", **key}, {"const": AUTO}]}
-    if (below := about.get("below")) is not None:
+    if below is not None:
         key["exclusiveMaximum"] = below
-    if meaning := about.get("meaning"):
-        key["description"] = meaning
+    if about["meaning"]:
+        key["description"] = about["meaning"]
     default = field.default_factory() if field.default_factory is not MISSING else field.default
     return key if default == "???" else {**key, "default": default}
 

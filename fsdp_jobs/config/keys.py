@@ -32,14 +32,14 @@ def key(
     """
     if at_least is ...:
         at_least = 0 if type(default) in (int, float) else None
-    about = {"meaning": meaning, "choices": tuple(choices), "at_least": at_least, "below": below}
+    about = {"meaning": meaning, "choices": choices, "at_least": at_least, "below": below}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: copy(default), metadata=about)
     return field(default=default, metadata=about)
 
 
 def metadata(schema: type, name: str) -> Mapping[str, Any]:
-    """Return the metadata of a field; if a subclass only changes the default, that of its base class."""
+    """Return the metadata of a key; if a subclass only changes the default, that of its base class."""
     declared = (vars(base).get("__dataclass_fields__", {}).get(name) for base in schema.__mro__)
     return next((f.metadata for f in declared if f is not None and f.metadata), {})
 
@@ -68,8 +68,8 @@ def value_problems(config: Any, prefix: str = "", unread: tuple[str, ...] = ()) 
         if value is None or name.startswith(unread):
             continue
         bounds = metadata(type(config), declared.name)
-        choices, least, below = bounds.get("choices"), bounds.get("at_least"), bounds.get("below")
-        for item in value if isinstance(value, list) and choices else [value]:
+        choices, least, below = bounds["choices"], bounds["at_least"], bounds["below"]
+        for item in value if isinstance(value, list) else [value]:
             if choices and item not in choices:
                 shown = f"[{item}]" if isinstance(value, list) else item
                 hint = nearest(str(item), map(str, choices))
@@ -77,7 +77,7 @@ def value_problems(config: Any, prefix: str = "", unread: tuple[str, ...] = ()) 
         if least is not None and value != AUTO and not isinstance(value, int | float):
             yield Problem(f"{name}={value}", "must be a number", f"{name}={least:g}, or above")
         elif isinstance(value, float) and not math.isfinite(value):
-            yield Problem(f"{name}={value}", "must be a finite number", bounds.get("meaning", ""))
+            yield Problem(f"{name}={value}", "must be a finite number", bounds["meaning"])
         elif least is not None and value != AUTO and value < least:
             yield Problem(f"{name}={value}", f"must be at least {least:g}", f"{name}={least:g}: {bounds['meaning']}")
         elif below is not None and value >= below:
