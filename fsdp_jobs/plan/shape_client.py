@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -34,10 +35,11 @@ def shape_of(config: JobConfig) -> ModelShape | None:
     """
     if isinstance(config.model, NoModelConfig):
         return None
-    if isinstance(config.model, LlamaConfig) and config.fsdp.wrap == "layer":
-        device = accelerator(config)
-        return llama_shape(config.model, device, param_dtype(config.fsdp, device))
-    return probe(config)
+    if not isinstance(config.model, LlamaConfig):
+        return probe(config)
+    device = accelerator(config)
+    known = llama_shape(config.model, device, param_dtype(config.fsdp, device))
+    return known if config.fsdp.wrap == "layer" else replace(probe(config), activations=known.activations)
 
 
 def probe(config: JobConfig) -> ModelShape:

@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_map_only
 
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.resolve import accelerator, param_dtype
-from fsdp_jobs.config.schema import CustomModelConfig, JobConfig, load_config
+from fsdp_jobs.config.schema import CustomModelConfig, FsdpConfig, JobConfig, ModelConfig, load_config
 from fsdp_jobs.models.build import build_model, find_blocks, head_modules_of, linear_head_of
 from fsdp_jobs.plan.shapes import MATMULS, Activations, ModelShape, Params, Unit, merged
 
@@ -301,16 +301,17 @@ def shape_of(config: JobConfig) -> ModelShape:
         if scalars := [name for name, p in model.named_parameters() if p.ndim == 0]:
             raise ValueError(f"FSDP does not shard a parameter without dimensions, {scalars[0]}: torch.ones(1) is one")
         blocks, positions = find_blocks(model, config.model, config.fsdp), positions_of(model)
+        layers = blocks if config.fsdp.wrap == "layer" else find_blocks(model, ModelConfig(), FsdpConfig())
         is_fp32 = param_dtype(config.fsdp, accelerator(config)) == "fp32"
         dtype = torch.float32 if is_fp32 else torch.bfloat16  # fp16 has the same sizes
         try:
             is_filled = config.fsdp.meta_init and isinstance(config.model, CustomModelConfig)
             length = min(config.data.seq_len, positions or config.data.seq_len)  # a longer one is refused later
-            activations = activations_of(model, blocks, length, dtype, is_filled)
+            activations = activations_of(model, layers, length, dtype, is_filled)
         except RuntimeError as e:
             if not isinstance(e, _NOT_ON_FAKE_TENSORS) and _NO_KERNEL not in str(e):
                 raise  # an error of the model's own
-            activations, unmeasured = _estimated(model, blocks), _said(e)
+            activations, unmeasured = _estimated(model, layers), _said(e)
     head = head_modules_of(model) if config.fsdp.wrap == "layer" else []
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     buffers = sum(b.numel() * b.element_size() for b in model.buffers())

@@ -485,6 +485,14 @@ class TestProbe:
         one, two = (peak_memory(s, layout, config.fsdp, config.data, "cpu", 1) for s in (found, known))
         assert one.tensors == pytest.approx(two.tensors, rel=0.05)
 
+    @pytest.mark.parametrize("wrap", ["size", "none"])
+    def test_the_work_of_a_layer_does_not_depend_on_the_units(
+        self, wrap: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Without units of layers, all elementwise work was left out, and steps were a fifth too fast."""
+        cut, whole = (self.config(tmp_path, monkeypatch, "build", *how) for how in ([f"fsdp.wrap={wrap}"], []))
+        assert shape_of(cut).activations == shape_of(whole).activations
+
     def test_frozen_parameters_are_said(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         config = self.config(tmp_path, monkeypatch, "adapted")
         said = make_plan(config, shape=shape_of(config)).reasons[0]
