@@ -217,7 +217,6 @@ class _Composer:
         """Take the user's folders of groups from any job's `hydra.searchpath=...`."""
         searched = [o.partition("=")[2] for o in overrides if o.startswith("hydra.searchpath=")]
         self.options = groups(*(_folder(path.strip("'\"[] ")) for paths in searched for path in paths.split(",")))
-        self._parsed: dict[str, Override] = {}
         self._bases: dict[tuple[str, ...], tuple[bytes, list[str]]] = {}  # choices -> config, its keys
 
     @ctrl_c(waits=True)
@@ -270,17 +269,15 @@ class _Composer:
 
     def _parse(self, text: str) -> Override | Problem:
         """Parse an override; an option that its group lacks is also a problem."""
-        if text not in self._parsed:
-            try:
-                self._parsed[text] = parsed(text)
-            except HydraException:
-                key, is_given, value = text.partition("=")
-                if is_given:
-                    quoted = one_list(value[1:-1].split(",")) if re.fullmatch(r"\[.*\]", value) else one_text(value)
-                    return Problem(text, "Hydra cannot read this value", f'"{key}={quoted}"')
-                cure = meant_by(text) or choosing(text) or f"{text}=VALUE; a program: script={text}"
-                return Problem(text, "is not of the form key=value", cure)
-        override = self._parsed[text]
+        try:
+            override = parsed(text)
+        except HydraException:
+            key, is_given, value = text.partition("=")
+            if is_given:
+                quoted = one_list(value[1:-1].split(",")) if re.fullmatch(r"\[.*\]", value) else one_text(value)
+                return Problem(text, "Hydra cannot read this value", f'"{key}={quoted}"')
+            cure = meant_by(text) or choosing(text) or f"{text}=VALUE; a program: script={text}"
+            return Problem(text, "is not of the form key=value", cure)
         group = override.key_or_group
         if group not in self.options or override.is_sweep_override():
             return override
