@@ -10,11 +10,9 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import groupby
 
 
-@lru_cache(maxsize=1 << 16)
 def natural_key(name: str) -> tuple[tuple[bool, int, str], ...]:
     """Return a sort key under which node2 comes before node10."""
     parts = re.findall(r"\d+|\D+", name)
