@@ -66,7 +66,7 @@ class RunDir:
     submit = _Within("submit")
     code = _Within("code")  # a copy of the code as it was at submission, or a link to one
     request = _Within("submit/request.txt")  # the launcher's input, as `dry_run` prints it
-    shape = _Within("submit/shape.json")  # of a custom model, for planning at run time
+    shape = _Within("submit/shape.json")  # of the model, for planning at run time
     topology = _Within("submit/topology.yaml")  # the user's file, if there was one
     token = _Within("submit/token")  # proves to the coordinator that an agent belongs to this job
     node_labels = _Within("submit/node-labels.json")  # of Kubernetes machines, for planning at run time

@@ -21,11 +21,11 @@ from fsdp_jobs.config.errors import BadInput, JobFailed, Problem
 from fsdp_jobs.config.hydra import key_of, merge_overrides
 from fsdp_jobs.config.program import launcher_in
 from fsdp_jobs.config.resolve import most_nodes, ranks_per_node
-from fsdp_jobs.config.schema import CustomModelConfig, HfConfig, JobConfig, dump_config, plain_values
+from fsdp_jobs.config.schema import JobConfig, dump_config, plain_values
 from fsdp_jobs.config.terminal import say
 from fsdp_jobs.launchers.base import Job, Launcher, at_once, grouped, launcher_of, new_submission
 from fsdp_jobs.plan.plan import Plan, make_plan
-from fsdp_jobs.plan.shape_client import check_initial_weights, probe, run_probe
+from fsdp_jobs.plan.shape_client import check_initial_weights, run_probe, shape_of
 from fsdp_jobs.plan.shapes import ModelShape
 from fsdp_jobs.plan.sources import from_yaml
 from fsdp_jobs.plan.topology import Topology
@@ -59,16 +59,16 @@ class Prepared(Job):
 
 
 def plan_of(config: JobConfig, run: RunDir | None = None) -> tuple[Plan, ModelShape | None]:
-    """Plan a configuration; also return the measured shape of a custom model.
+    """Plan a configuration; also return the shape of its model, if it is known.
 
     The predicted goodput includes the costs of checkpoints and restarts on `run`, the run that is continued, and the
     rate of node failures in the newest runs beside it on the same kind of cluster.
 
     Raises:
-        BadInput: the custom model cannot be built, the topology file is bad, the sharding is impossible, or the
+        BadInput: the model cannot be built, the topology file is bad, the sharding is impossible, or the
             launcher does not exist.
     """
-    shape = probe(config) if isinstance(config.model, CustomModelConfig | HfConfig) else None
+    shape = shape_of(config)
     topology = _topology(config)
     nodes = None if topology is None else most_nodes(config)
     costs = None if run is None else costs_of(run)
