@@ -41,7 +41,7 @@ def gpus_requested(cluster: str, config: JobConfig, plan: Plan) -> int:
         assert int(spec["containers"][0]["resources"]["limits"].get("nvidia.com/gpu", 0)) == in_app
     elif cluster == "docker":
         assert (plan.backend == "nccl") == bool(in_app), "Docker validates and requests GPUs for nccl"
-        assert any(validate._gpus(config, {}, [])), "this machine has none"
+        assert any(validate._gpus(config, {}, [])) == bool(in_app), "this machine has none"
     return in_app
 
 

@@ -9,9 +9,11 @@ from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.control.coordinator import Coordinator
 from fsdp_jobs.control.placement import ConnectedAgent
 from fsdp_jobs.control.requests import read_requests
+from fsdp_jobs.plan.shape_client import shape_of
 from fsdp_jobs.run import messages
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.failure import Failure
+from fsdp_jobs.run.files import write_atomic
 from fsdp_jobs.run.messages import NO_ROUND, Message
 from fsdp_jobs.run.rank_state import SAVES_NOTHING, Phase, Report, Times
 from fsdp_jobs.run.tail import read_json_lines
@@ -28,6 +30,8 @@ class Cluster:
         self.run = RunDir(folder / "run")
         self.run.attempt(0).mkdir(parents=True, exist_ok=True)
         self.config = compose_job(["nproc_per_node=2", *overrides])
+        if (shape := shape_of(self.config)) is not None:
+            write_atomic(self.run.shape, shape.to_json())
         self.now = 0.0
         self.coordinator = Coordinator(self.config, self.run, 0, self.now)
         self.received: dict[str, list[Message]] = {}

@@ -22,6 +22,7 @@ from fsdp_jobs.config.schema import dump_config
 from fsdp_jobs.control.placement import known_places
 from fsdp_jobs.launchers.base import Description
 from fsdp_jobs.launchers.local import LocalLauncher
+from fsdp_jobs.plan.shapes import ModelShape
 from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir, runs_in
 from fsdp_jobs.run.files import write_atomic, write_json
@@ -171,7 +172,7 @@ def test_a_dry_run_away_from_its_cluster_asks_once_and_leaves_the_configuration_
         submission.prepare([replace(configs[0], dry_run=False)])
 
 
-def test_a_submission_leaves_no_topology_and_no_shape_of_the_one_before(tmp_path: Path) -> None:
+def test_a_submission_leaves_neither_topology_nor_shape_of_the_one_before(tmp_path: Path) -> None:
     (tmp_path / "switches.yaml").write_text("switches: {leaf: 'n[1-2]'}\n")
     keys = [f"runs_dir={tmp_path}", "name=a", "nodes=1", "nproc_per_node=1"]
     with_file = submission.prepare([compose_job([*keys, f"cluster.topology={tmp_path}/switches.yaml"])])[0]
@@ -181,7 +182,7 @@ def test_a_submission_leaves_no_topology_and_no_shape_of_the_one_before(tmp_path
     assert set(known_places(with_file.run)) == {"n1", "n2"}
     with_file.run.shape.write_text("of another model")
     submission.submit([replace(without, launcher=taking)], [keys])  # type: ignore[arg-type]
-    assert known_places(without.run) == {} and not without.run.shape.exists()
+    assert known_places(without.run) == {} and ModelShape.from_file(without.run.shape) == without.shape
 
 
 def test_a_job_that_was_killed_is_said_to_have_ended_when_this_cannot_be_written_down(
