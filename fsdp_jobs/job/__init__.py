@@ -341,17 +341,23 @@ def log(*words: object, **values: Value) -> None:
 
 def _on_host(values: dict[str, Value]) -> dict[str, Value]:
     """Begin to copy values that are on a GPU to the host."""
-    numbers: dict[str, Value] = {}
     for name, value in values.items():
-        if isinstance(value, Tensor) and value.numel() == 1:
-            numbers[name] = value.detach().to("cpu", non_blocking=True, copy=True)
-            continue
-        try:
-            numbers[name] = float(value)
-        except (TypeError, ValueError, RuntimeError):  # the last: a tensor of several elements
-            what = f"{name}={value!r} is not a number: metrics have numbers, and tensors of one element"
-            raise TypeError(what) from None
-    return numbers
+        if not _is_number(value):
+            raise TypeError(f"{name}={value!r} is not a number: metrics have numbers, and tensors of one element")
+    return {
+        name: value.detach().to("cpu", non_blocking=True, copy=True) if isinstance(value, Tensor) else value
+        for name, value in values.items()
+    }
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    try:
+        float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def step(number: int, *, tokens: int = 0, flops: float = 0.0, last: bool = False, **values: Value) -> None:
