@@ -248,15 +248,15 @@ def open_verified(file: Path, expected: FileSums | None) -> Iterator[IO[bytes]]:
             verified.forget()
 
 
-def difference(file: Path, expected: FileSums) -> str:
-    """Return where a file, as the disk has it, differs from its manifest entry, empty for nowhere.
+def difference(file: Path, expected: FileSums, from_disk: bool = False) -> str:
+    """Return where a file differs from its manifest entry, empty for nowhere; `from_disk` bypasses the page cache.
 
     Raises:
         OSError: it cannot be read.
     """
     with file.open("rb") as opened:
         f: Any = opened
-        if isinstance(file, Path):
+        if from_disk and isinstance(file, Path):
             os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # drops clean pages
         if SUMS not in expected:
             value, block = 0, memoryview(bytearray(_BLOCK))

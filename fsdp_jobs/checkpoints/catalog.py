@@ -189,12 +189,15 @@ def _newest_first(folders: list[Path]) -> list[Path]:
     return sorted(folders, key=lambda folder: natural_key(folder.name), reverse=True)
 
 
-def faults_in(folder: Path, files: Mapping[str, FileSums | None], contents: bool = True) -> dict[str, str]:
+def faults_in(
+    folder: Path, files: Mapping[str, FileSums | None], contents: bool = True, from_disk: bool = False
+) -> dict[str, str]:
     """Return the faults of files, as this machine reads them, by name; intact files are left out.
 
     Args:
         files: name -> size and checksums, as a manifest lists them; None for a manifest itself.
         contents: compare all checksums, not only sizes and the metadata.
+        from_disk: bypass the page cache.
 
     Raises:
         CannotReadHere: a file exists, but cannot be read.
@@ -209,7 +212,7 @@ def faults_in(folder: Path, files: Mapping[str, FileSums | None], contents: bool
             elif (size := file.stat().st_size) != expected["bytes"]:
                 fault = f"has {size} bytes instead of {expected['bytes']}"
             else:
-                fault = difference(file, expected) if contents or name == METADATA else ""
+                fault = difference(file, expected, from_disk) if contents or name == METADATA else ""
         except FileNotFoundError:
             fault = "is missing"
         except OtherVersion as e:

@@ -87,7 +87,9 @@ class Ranks:
             raise CheckpointException("load", failures)
 
     def confirmed(self, folder: Path, files: Mapping[str, FileSums | None], contents: bool = False) -> list[str]:
-        """Return the faults of files that two readings agree on: each rank reads its part, and another node a suspect.
+        """Return the faults that two readings agree on, the second on another node or from the disk.
+
+        Each rank reads its part of the files.
 
         `files` and `contents` are those of `faults_in`.
 
@@ -95,10 +97,10 @@ class Ranks:
             CannotReadHere: the second reading differs, and keeps differing.
         """
 
-        def read(names: Iterable[str]) -> dict[str, str]:
-            return faults_in(folder, {name: files[name] for name in names}, contents)
+        def read(names: Iterable[str], from_disk: bool = True) -> dict[str, str]:
+            return faults_in(folder, {name: files[name] for name in names}, contents, from_disk)
 
-        seen = read(sorted(files)[self.rank :: self.world])
+        seen = read(sorted(files)[self.rank :: self.world], from_disk=not contents)  # metadata: small, and all need it
         first = self.gather((self.node, seen))
         if not any(faults for _, faults in first):
             return []

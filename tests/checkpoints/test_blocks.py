@@ -52,7 +52,7 @@ def test_what_is_read_is_what_was_written_or_nothing(
     with mock.patch.multiple(blocks, **SMALL_BLOCKS):
         expected = _write(file, pieces)
         assert file.read_bytes() == content and expected["bytes"] == len(content)
-        assert difference(file, expected) == ""
+        assert difference(file, expected) == difference(file, expected, from_disk=True) == ""
         begin = data.draw(st.integers(0, len(content)))
         size = data.draw(st.integers(0, len(content)))
         with open_verified(file, expected) as f:
