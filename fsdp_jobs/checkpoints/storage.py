@@ -79,7 +79,7 @@ class _SummedFileSystem(FileSystem):
                 raise stream.error or e from e
             self.sums[path.name] = stream.sums()
             if self.read_back:
-                fault = difference(path, stream.sums()) if beside is None else beside.fault()
+                fault = difference(path, stream.sums(), from_disk=True) if beside is None else beside.fault()
                 if fault:
                     raise OSError(f"{path}: what is on disk {fault}")
 
@@ -140,6 +140,7 @@ class SaveRequest:
             Fenced: the round is over.
             OSError: the files differ from those reported.
         """
+        self.term.check()
         known = known_here()
         manifest = replace(manifest, agreed=known.about(self.step))
         catalog.commit(self.temporary, self.final, manifest, self.term.check)
