@@ -242,15 +242,19 @@ def _pinned(size: int) -> int:
 def offloaded_blocks(shape: ModelShape, fsdp: FsdpConfig) -> int:
     """Count the blocks whose inputs `fsdp.activation_offload` keeps in host memory: those that are recomputed."""
     every = fsdp.activation_checkpointing_every if fsdp.activation_checkpointing == "every_n" else 1
-    return -(-shape.activations.layers // every) if fsdp.activation_offload else 0
+    return -(-shape.n_blocks // every) if fsdp.activation_offload else 0
 
 
 def _activations(shape: ModelShape, fsdp: FsdpConfig, data: DataConfig, b_p: int, scores: int) -> tuple[int, int, int]:
-    """Return the bytes that a unit keeps for backward (mean), that the head keeps, and that backward adds."""
-    a, tokens = shape.activations, data.micro_batch * data.seq_len
-    full = tokens * (a.block_saved * b_p + (a.block_saved_fp32 + scores) * 4)
+    """Return the bytes that a unit keeps for backward (mean), that the head keeps, and that backward adds.
+
+    A unit may have several layers, or a part of one. It is recomputed as a whole, from its input.
+    """
+    a, tokens, kind = shape.activations, data.micro_batch * data.seq_len, shape.recomputed(fsdp)
+    layers = a.layers / max(1, shape.n_blocks)
+    full = tokens * layers * (a.block_saved * b_p + (a.block_saved_fp32 + scores) * 4)
     inputs = tokens * a.block_input * b_p
-    selective = min(full, inputs + tokens * a.block_matmul * b_p)
+    selective = min(full, inputs + tokens * layers * a.block_matmul * b_p)
     head = tokens * (a.head_saved * b_p + a.head_saved_fp32 * 4)
     kept_input = 0 if fsdp.activation_offload else inputs
     every = fsdp.activation_checkpointing_every
@@ -259,6 +263,6 @@ def _activations(shape: ModelShape, fsdp: FsdpConfig, data: DataConfig, b_p: int
         "full": kept_input,
         "every_n": (kept_input + (every - 1) * full) // every,
         "selective": selective - inputs + kept_input,
-    }[fsdp.activation_checkpointing]
-    recomputed = {"none": 0, "selective": full - selective}.get(fsdp.activation_checkpointing, full)
-    return int(kept * a.layers / max(1, shape.n_blocks)), head, recomputed + tokens * (a.block_peak * b_p + scores * 4)
+    }[kind]
+    recomputed = {"none": 0, "selective": full - selective}.get(kind, full)
+    return int(kept), head, int(recomputed) + tokens * (a.block_peak * b_p + scores * 4)

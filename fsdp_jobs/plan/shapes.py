@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from fsdp_jobs.config.schema import LlamaConfig
+from fsdp_jobs.config.schema import FsdpConfig, LlamaConfig
 from fsdp_jobs.plan.layout import shard_dim
 from fsdp_jobs.run.record import Record
 
@@ -106,6 +106,10 @@ class ModelShape(Record):
     @property
     def n_blocks(self) -> int:
         return sum(b.count for b in self.blocks)
+
+    def recomputed(self, fsdp: FsdpConfig) -> str:
+        """Return `fsdp.activation_checkpointing`, which concerns whole units of the model: "none" without any."""
+        return fsdp.activation_checkpointing if self.blocks else "none"
 
     @property
     def units(self) -> tuple[Unit, ...]:

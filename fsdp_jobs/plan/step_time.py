@@ -178,7 +178,7 @@ def _compute(config: JobConfig, shape: ModelShape, layout: Layout, dtype: str, t
         "full": again,
         "every_n": again / fsdp.activation_checkpointing_every,
         "selective": passes * per_block,  # matmuls and attention are kept
-    }[fsdp.activation_checkpointing]
+    }[shape.recomputed(fsdp)]
     loss_bytes = tokens * a.vocab * LOSS_BYTES
     if chunk := loss_chunk(fsdp, tokens, a.vocab if a.linear_head else 0, layout.chunked_loss):
         sums = -(-tokens // chunk) * a.head_flops // 2 * (8 if b_p == 4 else 8 + 2 * b_p)

@@ -301,7 +301,11 @@ def shape_of(config: JobConfig) -> ModelShape:
         if scalars := [name for name, p in model.named_parameters() if p.ndim == 0]:
             raise ValueError(f"FSDP does not shard a parameter without dimensions, {scalars[0]}: torch.ones(1) is one")
         blocks, positions = find_blocks(model, config.model, config.fsdp), positions_of(model)
-        layers = blocks if config.fsdp.wrap == "layer" else find_blocks(model, ModelConfig(), FsdpConfig())
+        layers = (
+            blocks
+            if config.fsdp.wrap == "layer"
+            else find_blocks(model, ModelConfig(wrap_classes=config.model.wrap_classes), FsdpConfig())
+        )
         is_fp32 = param_dtype(config.fsdp, accelerator(config)) == "fp32"
         dtype = torch.float32 if is_fp32 else torch.bfloat16  # fp16 has the same sizes
         try:

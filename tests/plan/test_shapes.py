@@ -26,7 +26,7 @@ from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.plan.memory import peak_memory, snapshot_bytes
 from fsdp_jobs.plan.plan import make_plan
 from fsdp_jobs.plan.shape_client import probe
-from fsdp_jobs.plan.shapes import Activations, llama_shape
+from fsdp_jobs.plan.shapes import Activations, ModelShape, Unit, llama_shape
 from fsdp_jobs.plan.step_time import LAYER_MATMUL
 from fsdp_jobs.plan.topology import Topology
 from fsdp_jobs.train import shape_probe
@@ -450,6 +450,24 @@ def test_without_a_name_the_units_are_what_a_list_or_a_sequence_repeats() -> Non
         assert [type(unit).__name__ for unit in found] == ["TransformerEncoderLayer"] * 2
     with pytest.raises(ValueError, match="name their class"):
         find_blocks(Classifier(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))), model_config, fsdp)
+
+
+def test_a_unit_is_recomputed_as_a_whole() -> None:
+    """Cut by size, one may have all layers: checkpointing then frees nothing at the peak, nor without any unit."""
+    by_layer = llama_shape(GQA, accelerator="cpu")
+    (layers,) = by_layer.blocks
+    all_params = tuple((f"{i}.{name}", sizes) for i in range(layers.count) for name, sizes in layers.params)
+    one_unit = replace(by_layer, blocks=(Unit("all", all_params),))
+    no_unit = replace(by_layer, blocks=(), root=Unit("root", by_layer.root.params + all_params))
+    config = compose_job(["data.seq_len=256"])
+
+    def peak(shape: ModelShape, kind: str) -> int:
+        fsdp = replace(config.fsdp, activation_checkpointing=kind)
+        return peak_memory(shape, Layout("full_shard", 2, 2), fsdp, config.data, "cpu", 1).tensors
+
+    assert peak(by_layer, "full") < peak(by_layer, "none")
+    assert peak(one_unit, "full") > 0.8 * peak(one_unit, "none")  # its work on one layer comes later
+    assert peak(no_unit, "full") == peak(no_unit, "none")
 
 
 @pytest.mark.integration
