@@ -156,10 +156,11 @@ class _Followed:
         """Yield up to 2 MiB of new lines, all at the end. A progress bar ends its line only when it prints the next."""
         until = math.inf if is_end else self.log.offset + _MOST
         yield from self.log.lines(until)
-        self.is_behind = size_of(self.log.path) > until
-        last = b"" if self.is_behind else self.log.unfinished()
-        if is_end or last.endswith(b"]"):
-            yield last
+        with suppress(OSError):  # the lines above have been read
+            self.is_behind = size_of(self.log.path) > until
+            last = b"" if self.is_behind else self.log.unfinished()
+            if is_end or last.endswith(b"]"):
+                yield last
 
     def line(self, reading: Reading, at: float) -> dict[str, Any]:
         """Return the line of `metrics.jsonl` for a reading."""

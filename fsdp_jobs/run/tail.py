@@ -82,7 +82,8 @@ class Tail:
         """Return the last line if its end has not been written yet."""
         with self.path.open("rb") as f:
             f.seek(self.offset)
-            return f.readline().rstrip(b"\n")
+            line = f.readline().rstrip(b"\n")
+        return line.partition(b"\r")[0] if self.has_bars else line  # a bar may have been drawn anew since `lines`
 
     def skip(self, but: int = 0) -> None:
         """Skip the present content, except whole lines in about the last `but` bytes, and at least one if `but`."""
