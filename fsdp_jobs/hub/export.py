@@ -121,7 +121,7 @@ def _choose(run: RunDir, config: JobConfig, step: int | None) -> Path:
         cure = f"copy them to {home} with the pod of deploy/kubernetes/reader.yaml, then repeat the command"
         raise BadInput.at(run.name, "its checkpoints are on the claim, not on this machine", cure)
     if step is not None:
-        by_step = {catalog.step_of(folder): folder for folder in committed}
+        by_step = {catalog.step_of(folder): folder for folder in reversed(committed)}  # the newest save of a step
         if step not in by_step:
             others = f"one of {', '.join(map(str, by_step)) or 'none'}"
             raise BadInput.at(f"--step {step}", f"{run.name} has no such checkpoint", others)
