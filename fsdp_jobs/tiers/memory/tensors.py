@@ -45,8 +45,9 @@ def metadata_of(snapshots: dict[str, Snapshot]) -> Metadata:
 
 
 def mapped(file: Path) -> Tensor:
-    """Map a file into memory, as bytes."""
-    return torch.from_file(str(file), shared=True, size=file.stat().st_size, dtype=torch.uint8)
+    """Map a file into memory, as bytes that are only read."""
+    # With `shared` it would make a file that is gone meanwhile, of zeros.
+    return torch.from_file(str(file), shared=False, size=file.stat().st_size, dtype=torch.uint8, device="cpu")
 
 
 def view(data: Tensor, entry: Entry) -> Tensor:
