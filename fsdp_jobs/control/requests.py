@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from fsdp_jobs.run.directory import RunDir
 
@@ -22,14 +23,17 @@ def read_requests(run: RunDir, has_ranks: bool) -> Requests:
 
     It lists the folder, which shows new files: asked for one file, an NFS client may say "missing" for a minute.
     """
-    found = Requests(run.excluded_hosts())
+    found, there = Requests(run.excluded_hosts()), set[Path]()
     try:
         there = {*run.path.iterdir()}
         if run.stop_request in there:
             found.stop = run.stop_request.read_text().strip() or "cancelled"
+    except (OSError, UnicodeDecodeError) as e:
+        found.problem = f"{run.stop_request} cannot be read, so nothing is stopped: {e}"
+    try:
         if has_ranks and run.save_request in there:
             run.save_request.unlink()
             found.save = True
-    except (OSError, UnicodeDecodeError) as e:
-        found.problem = f"a request in {run.path} cannot be read, so nothing is stopped or saved for it: {e}"
+    except OSError as e:
+        found.problem = f"{run.save_request} cannot be removed, so nothing is saved for it: {e}"
     return found
