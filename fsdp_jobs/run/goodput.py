@@ -32,7 +32,7 @@ class Goodput:
     @property
     def start_s(self) -> float:
         """Return the rest of the wall time: starting, loading, stopping."""
-        return self.wall_s - self.useful_s - self.stall_s - self.lost_s - self.recover_s - self.queue_s
+        return self.wall_s - sum((self.useful_s, self.stall_s, self.lost_s, self.recover_s, self.queue_s))
 
     @property
     def fraction(self) -> float:
