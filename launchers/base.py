@@ -120,7 +120,7 @@ class Job:
     config: JobConfig
     run: RunDir
     plan: Plan
-    shape: ModelShape | None = None  # of a custom model
+    shape: ModelShape | None = None  # of its model, if that is known
     submission: str = field(default_factory=new_submission)  # jobs that are submitted together share it
     offline_notes: list[str] = field(default_factory=list)  # of a dry run that cannot ask the cluster
 
@@ -325,6 +325,7 @@ class Launcher(ABC):
         link, identity = self._link(app_id, cluster), Identity.from_file(run.identity)
         if link.is_symlink():
             if not RunDir(link.readlink()).job.exists():
+                _met[link] = run  # if the link cannot be written
                 self.remember(app_id, run, cluster)
         elif identity is not None and not identity.may_be_copy(run):
             _met[link] = run

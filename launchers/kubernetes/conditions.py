@@ -53,8 +53,8 @@ def end_of(body: Object) -> tuple[State, str] | None:
     """Return how a Job, JobSet or Volcano job has ended, and its controller's words; None while it has not."""
     status = body.get("status", {})
     ends = {c["type"]: c.get("message", "") for c in status.get("conditions", []) if c["status"] == "True"}
-    if (volcanos := status.get("state")) is not None:
-        ends[volcanos["phase"]] = volcanos.get("message") or volcanos["phase"]
+    if phase := (volcanos := status.get("state", {})).get("phase"):
+        ends[phase] = volcanos.get("message") or phase
     return next(((_ENDS[word], told) for word, told in ends.items() if word in _ENDS), None)
 
 

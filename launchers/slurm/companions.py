@@ -140,7 +140,7 @@ def fill_in(run: RunDir, node: int, job_id: str) -> int:
     gone = in_thread(lambda: wait_until(lambda: not _may_run(job_id), math.inf, _QUEUE_S))
     while not agent.has_ended and not is_over():
         time.sleep(_POLL_S)
-        if gone.done():
+        if gone.done() and gone.result():  # raises its error
             return 0
     attempt.finish(_LEAVE_S)
     return 0 if is_over() else int(agent.popen.returncode)
