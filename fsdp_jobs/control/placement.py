@@ -12,6 +12,7 @@ from fsdp_jobs.config.resolve import accelerator, most_nodes, ranks_per_node
 from fsdp_jobs.config.schema import ElasticConfig, JobConfig
 from fsdp_jobs.plan.plan import Plan, make_plan
 from fsdp_jobs.plan.remedies import remedies
+from fsdp_jobs.plan.shape_client import shape_of
 from fsdp_jobs.plan.shapes import ModelShape
 from fsdp_jobs.plan.sources import from_kubernetes, from_yaml
 from fsdp_jobs.plan.topology import Node, Topology
@@ -201,8 +202,9 @@ class RoundPlanner:
             more = [f"cluster.{key}=..." for key in ("mem", "memory") if hasattr(self.config.cluster, key)]
             cures = " or ".join([*more, "fewer workers of data loaders"])
             return f"The node's memory ran out, not a GPU's; what helps: {cures}"
-        if self.shape is None:
+        shape = self.shape or shape_of(self.config)
+        if shape is None:
             return "The plan does not know the program's model"
-        fitting = remedies(self.config, self.shape, Topology.flat(nodes, ranks_per_node(self.config)))[:3]
+        fitting = remedies(self.config, shape, Topology.flat(nodes, ranks_per_node(self.config)))[:3]
         overrides = " or ".join(" ".join(remedy.overrides) for remedy in fitting)
         return f"The plan says that less memory is taken with {overrides}" if overrides else "No setting takes less"

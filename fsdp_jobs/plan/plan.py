@@ -85,7 +85,7 @@ def make_plan(
         config: the job.
         topology: where its nodes are; without one, all are assumed to be under one switch.
         nodes: how many of them take part; by default the job's maximum, or all of a smaller topology.
-        shape: the model's, if the configuration does not give it (custom models, probed).
+        shape: the model's, if it is known already; else it is found, which may take a process (`shape_of`).
         seek_remedies: find settings that make an oversized job fit, or better ones; each try is a plan.
         costs: of checkpoints and restarts, measured on this run.
         seen: failures that this cluster had.

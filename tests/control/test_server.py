@@ -359,7 +359,7 @@ def test_a_coordinator_steps_back_for_a_newer_one_where_the_markers_were_purged(
             shutil.rmtree(home / "terms")
         new = Coordinator(config, run, 0, time.monotonic())
         newer = asyncio.create_task(Server(new, "secret")._keep_charge())
-        await asyncio.wait([charge], timeout=5)
+        await asyncio.wait([charge], timeout=30)
         assert old.is_superseded and not new.is_superseded
         newer.cancel()
 
