@@ -39,6 +39,17 @@ def test_lines_of_nodes_come_in_the_order_they_were_written(tmp_path: Path) -> N
     assert lines == ["a", "b", "c", "d", "e", "f", "g", "late, and nobody noted when"]
 
 
+def test_a_bar_that_is_drawn_anew_is_not_one_line_with_the_next(tmp_path: Path) -> None:
+    """Else the loss of one step was recorded at the next."""
+    (tmp_path / "log").write_bytes(b"begin\n 10% 10/100 [loss=2.3]")
+    tail = Tail(tmp_path / "log", has_bars=True)
+    assert [*tail.lines()] == [b"begin"] and tail.unfinished() == b" 10% 10/100 [loss=2.3]"
+    with tail.path.open("ab") as log:
+        log.write(b"\r 11% 11/100 [loss=2.2]")
+    assert tail.unfinished() == b" 10% 10/100 [loss=2.3]"
+    assert [*tail.lines()] == [b" 10% 10/100 [loss=2.3]"] and tail.unfinished() == b" 11% 11/100 [loss=2.2]"
+
+
 def test_the_agent_notes_sizes_when_they_change(tmp_path: Path) -> None:
     times = LogKeeper(tmp_path)
     log = tmp_path / "rank-3.log"
