@@ -289,8 +289,9 @@ class LiveState:
         Changes that bypass the counters, such as `p.data.mul_` and foreach operations on DTensors, are not detected.
         """
         changed = [name for name, version in self._versions.items() if _version(self.tensors[name]) != version]
-        what = f"{listed(changed, 3)} changed before the next optimizer step, while they were being copied"
-        return what if changed else ""
+        if not changed:
+            return ""
+        return f"{listed(changed, 3)} changed before the next optimizer step, while they were being copied"
 
 
 def _version(tensor: Tensor) -> tuple[int, int]:

@@ -80,7 +80,7 @@ class MetricsLog:
         rounded |= {k: round(v, 4) for k, v in sums.items()}
         if self.rests_until < math.inf:
             # Not in the thread: a process that is forked meanwhile would keep the locks of its imports.
-            with suppress(Exception):  # `_draw` tells of it
+            with suppress(Exception):  # `_draw` reports it
                 importlib.import_module("torch.utils.tensorboard")  # takes 0.7 s: not before the first step
         self.unwritten.append((done_at, rounded))
         self.writer.begin(self._write)

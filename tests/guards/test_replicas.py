@@ -94,7 +94,7 @@ def test_the_minority_is_named_once_and_what_agrees_again_can_differ_again(tmp_p
 
 
 def test_records_that_cannot_be_read_do_not_hide_who_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error ended each connection that told of a difference."""
+    """The error ended each connection that reported a difference."""
     job, opened = Replicas(tmp_path, 3), Path.open
 
     def fails(file: Path, *how: Any, **details: Any) -> Any:

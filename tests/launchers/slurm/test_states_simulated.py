@@ -451,7 +451,7 @@ def test_a_node_that_starts_no_job_gets_no_other_companion(slurm: Path, monkeypa
     companions.request([1])
     run.excluded.unlink()
     companions.request([1])
-    assert not run.excluded_hosts(), "a user who has mended the node may allow it again"
+    assert not run.excluded_hosts(), "a user who has repaired the node may allow it again"
 
 
 def test_a_job_waits_for_what_both_its_sweep_and_its_user_name() -> None:
