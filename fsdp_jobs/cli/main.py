@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Returns:
-        0; 1 when a job failed; 2 for bad input; 75 when a job was stopped to be requeued; 130 after Ctrl-C.
+        The exit code, as docs/reference/exit-codes.md lists them.
     """
     os.environ.pop(RANK_STATE_ENV, None)  # a job that a rank submits is not the rank's own job
     args = list(sys.argv[1:] if argv is None else argv)

@@ -225,7 +225,7 @@ class ElasticConfig:
     join_window_s: float = key(20.0, "seconds that the first round waits for nodes above the minimum")
     wait_for_nodes_s: float = key(600.0, "seconds with too few nodes until the attempt requeues", at_least=1)
     init_timeout_s: float = key(600.0, "process-group timeout until the first step is done, seconds", at_least=1)
-    step_timeout_s: float = key(300.0, "process-group timeout afterwards, seconds", at_least=1)
+    step_timeout_s: float = key(300.0, "the trainer's process-group timeout afterwards, seconds", at_least=1)
     stall_timeout_s: float = key(
         0.0,
         "seconds without a step that count as a stall; 0: 20 measured steps, at least 60 s (a program: 1,800 s). For "
@@ -236,7 +236,7 @@ class ElasticConfig:
     exclude_slow: bool = key(False, "exclude a machine that slows the others down, if the job ends sooner without it")
     max_skipped_updates: int = key(20, "steps in a row without a finite gradient norm that end the job")
     loss_spike: float = key(6.0, "standard deviations above the last 100 losses that make an event; 0: off")
-    stop_on_nan_loss: bool = key(False, "a loss that is not a number ends the job")
+    stop_on_nan_loss: bool = key(False, "a logged loss that is not finite ends the job")
     stop_grace_s: float = key(60.0, "seconds that a stopped job has to save and exit; then it is killed", at_least=1)
 
 

@@ -151,7 +151,7 @@ class _Job:
         """Write the newest step's line, if it is not yet written.
 
         Raises:
-            JobFailed: the loss is not a number, and `elastic.stop_on_nan_loss` is set; or too many steps had no update.
+            JobFailed: the loss is not finite, and `elastic.stop_on_nan_loss` is set; or too many steps had no update.
         """
         line, self.line = self.line, None
         if line is None:
@@ -363,7 +363,7 @@ def _is_number(value: object) -> bool:
 def step(number: int, *, tokens: int = 0, flops: float = 0.0, last: bool = False, **values: Value) -> None:
     """End an optimizer step: write a metrics line, report progress to the agent, and save if a save is due.
 
-    Saves every `checkpoint.every_steps` steps, on request, and before the job leaves, if there is a `checkpointer`.
+    With a `checkpointer`, saves as `checkpoint.every_steps` and `every_minutes` say, on request, and before it leaves.
     Values on a GPU are read, and the line is written, a step later: by then they have been copied, so nothing waits
     for them.
 
@@ -376,7 +376,7 @@ def step(number: int, *, tokens: int = 0, flops: float = 0.0, last: bool = False
             steps where it is not finite count as steps without an update.
 
     Raises:
-        JobFailed: the loss is not a number, and `elastic.stop_on_nan_loss` is set; or the gradient norm was not
+        JobFailed: a logged loss is not finite, and `elastic.stop_on_nan_loss` is set; or the gradient norm was not
             finite for `elastic.max_skipped_updates` steps in a row.
         TypeError: `number` is not an integer, or a value is not a number.
     """

@@ -137,7 +137,7 @@ class RoundBroken(Event):
 
     def sentence(self) -> str:
         known = self.step > 0 or self.committed >= 0
-        return self.why + (f"; at step {self.step}, newest checkpoint {self.committed}" if known else "")
+        return self.why.removesuffix(".") + f"; at step {self.step}, newest checkpoint {self.committed}" * known
 
 
 class NodeLost(Event, sentence="lost node {node}: {why}"):
