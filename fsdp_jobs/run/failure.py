@@ -127,6 +127,8 @@ class Failure:
     def describe(self) -> str:
         rank, reason = f"rank {self.rank} on node {self.node}", self.error or self.last_line
         why = f" ({reason})" if reason else ""
+        if self.is_request:
+            return f"{rank} left with exit code {self.exit_code}, to be started again{why}"
         if self.exit_code < 0:
             return f"{rank} was killed by {_signal_name(-self.exit_code)}{why}"
         return f"{rank} failed: {self.error or f'exit code {self.exit_code}{why}'}"

@@ -388,6 +388,16 @@ def test_the_first_cause_is_the_first_that_arrived(tmp_path: Path) -> None:
     assert "rank 2 on node 1" in cluster.events("round_broken")[0]["why"]
 
 
+def test_a_rank_that_leaves_to_be_started_again_has_not_failed(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, "nodes=1", *PROGRAM)
+    a = cluster.join(0)
+    cluster.later(1, a, **SILENCE)
+    cluster.ready(a, failure(0, 0, exit_code=75))
+    cluster.later(3, a)
+    assert cluster.verdict is not None and cluster.verdict.decision == "requeue"
+    assert cluster.verdict.reason == "rank 0 on node 0 left with exit code 75, to be started again"
+
+
 def test_below_the_minimum_the_job_waits_then_leaves_to_be_requeued(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, "nodes=2", "elastic.wait_for_nodes_s=30")
     a = cluster.join(0)
