@@ -299,7 +299,7 @@ def checkpointer(model: nn.Module, optimizer: torch.optim.Optimizer, **others: S
 
     Raises:
         TypeError: one of the others is a module, whose tensors may be sharded, or a data loader, whose position
-            differs between ranks, or has no state_dict.
+            differs between ranks, or has no state_dict; or model or optimizer hold what cannot be saved.
         RuntimeError: there is one already.
     """
     one = "put several networks into one nn.Module, with one optimizer"
