@@ -48,7 +48,7 @@ class DockerClusterConfig(ClusterConfig):
     cpus: float | None = key(None, "CPUs per node; null: one per rank, at most all there are")
     memory: str | None = key(None, "memory per node, /dev/shm included; null: twice what the plan says it needs")
     shm: str = key("1g", "/dev/shm per node")
-    mounts: list[str] = key([], "from:to or from:to:ro; the run directory and data.path are always mounted")
+    mounts: list[str] = key([], "from:to or from:to:ro; the run directory and the job's inputs are always mounted")
     env: dict[str, str] = key({}, "environment of every container")
     pass_env: list[str] = key([], "variables of your environment that containers get; recorded nowhere")
     snapshot_mb: float = key(100.0, "largest copy of your code in the run directory, MB; 0: the image's code")
