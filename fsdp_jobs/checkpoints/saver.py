@@ -94,10 +94,9 @@ class Saver:
         return staged, self._thread.submit(lambda: staged.result()())
 
     def _stage(self, request: SaveRequest, live: LiveState, copies: bool) -> Callable[[], object]:
-        """In a thread: copy the state once it is ready. Returns a function that writes it and holds only it."""
-        if live.ready is not None:
+        """In a thread: copy the state. Returns a function that writes it and holds only it."""
+        if self._stream is not None:
             torch.cuda.set_device(self._device)  # of this thread
-            live.ready.synchronize()
         state, writer = live.parts(), CommittingWriter(request)
         if copies:
             with torch.cuda.stream(self._stream):  # does nothing for None

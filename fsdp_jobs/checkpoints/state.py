@@ -273,14 +273,16 @@ class LiveState:
         self.tensors, objects = state.to_save()
         self._objects = copy.deepcopy(objects)
         self._versions = {name: _version(tensor) for name, tensor in self.tensors.items() if not tensor.is_inference()}
-        self.ready = torch.cuda.current_stream().record_event() if state.device.type == "cuda" else None
+        self._ready = torch.cuda.current_stream().record_event() if state.device.type == "cuda" else None
 
     def parts(self) -> dict[str, Tensor]:
-        """Return all of it as tensors by name.
+        """Wait until a GPU has computed it, and return all of it as tensors by name.
 
         Raises:
             TypeError: a value is neither plain nor a tensor.
         """
+        if self._ready is not None:
+            self._ready.synchronize()
         return self.tensors | {name: _packed(name, value) for name, value in self._objects.items()}
 
     def changed(self) -> str:

@@ -185,7 +185,7 @@ class Snapshots(SnapshotTier):
         ]
         snapshot = about(self.layout.shard_group if is_plans else self.ranks.world, entries).placed()
         try:
-            self._fill(self._map(slot, snapshot.slot, snapshot.size), snapshot, list(parts.values()), live.ready)
+            self._fill(self._map(slot, snapshot.slot, snapshot.size), snapshot, list(parts.values()))
         except (OSError, RuntimeError) as e:
             self._give_up(snapshot.step, snapshot.size, e)
             return
@@ -210,12 +210,10 @@ class Snapshots(SnapshotTier):
             "memory, enlarge /dev/shm, or set checkpoint.memory.every_steps=0.",
         )
 
-    def _fill(self, data: Tensor, snapshot: Snapshot, parts: list[Tensor], ready: torch.cuda.Event | None) -> None:
-        """Copy tensors to their places in the snapshot, on a GPU once they are ready."""
+    def _fill(self, data: Tensor, snapshot: Snapshot, parts: list[Tensor]) -> None:
+        """Copy tensors to their places in the snapshot."""
         filled = [(entry, part) for entry, part in zip(snapshot.entries, parts, strict=True) if entry.bytes]
         with torch.cuda.stream(self._stream):  # does nothing for None
-            if ready is not None:
-                ready.wait()
             pairs = [pair for entry, part in filled for pair in _cut(view(data, entry), local(part), entry.begin)]
             torch._foreach_copy_([to for to, _ in pairs], [part for _, part in pairs], non_blocking=True)
         if self._stream is not None:
