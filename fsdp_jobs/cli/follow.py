@@ -21,7 +21,7 @@ from fsdp_jobs.run.events import parse_events
 from fsdp_jobs.run.failure import reports_lost_peer
 from fsdp_jobs.run.status import RunStatus
 from fsdp_jobs.run.table import counted
-from fsdp_jobs.run.tail import Logs, Tail, looks_like_error, pause_s, rank_of
+from fsdp_jobs.run.tail import Logs, Tail, label, looks_like_error, pause_s, rank_of
 from fsdp_jobs.run.verdict import FINAL_ERRORS, Verdict
 from fsdp_jobs.submit.overview import VERDICT_S, Overview, RunSummary, goodput_of
 from fsdp_jobs.submit.submitted import named
@@ -123,9 +123,8 @@ class Follower:
             if sentence := event.sentence():
                 say(Text.assemble((f"{datetime.fromtimestamp(event.time):%H:%M:%S} ", "dim"), (sentence, event.style)))
         for file, line in self._logs.new(_MOST_BYTES):
-            rank = rank_of(file)
-            if (rank == "0" or looks_like_error(line)) and not reports_lost_peer(line):
-                say(f"[{file.parent.name} rank {rank}] {line}", "dim")
+            if (rank_of(file) == "0" or looks_like_error(line)) and not reports_lost_peer(line):
+                say(f"[{label(file)}] {line}", "dim")
 
 
 def summary(run: RunDir, row: RunSummary) -> None:

@@ -351,8 +351,7 @@ def dashboard(args: list[str]) -> int:
 
     parser = VerbParser("dashboard")
     parser.add_argument("--port", type=int, default=8265, help="0 takes a free one")
-    where = "address to listen on; any other than this machine's own needs a token"
-    parser.add_argument("--host", default="127.0.0.1", help=where)
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: everywhere")
     parser.add_argument("--token-file", metavar="FILE", help="keep the token in this file, for monitoring")
     flags = parser.parse(args)
     try:

@@ -134,7 +134,7 @@ def program_as_overrides(args: Sequence[str]) -> list[str]:
     if misplaced := [a for a in own if "=" in a and re.split("[.=]", a)[0] in _OUR_KEYS]:
         rest = [a for a in own if a not in misplaced]
         before = shlex.join([*args[:at], *misplaced, *args[at : len(args) - len(own)], *rest])
-        as_arguments = f"{key}={program} script_args={shlex.quote(shlex.join(own))}"
+        as_arguments = shlex.join([*args[:at], f"{key}={program}", f"script_args={shlex.join(own)}"])
         cure = f"put it in front: {before}; if the program reads it: {as_arguments}"
         what = f"follows {program}, so it would be an argument of the program"
         raise BadInput.at(shlex.join(misplaced), what, cure)

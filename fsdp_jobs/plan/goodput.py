@@ -46,7 +46,7 @@ class Tier:
         every = f"saved every {steps}{duration(self.every_s)} ({best})" if self.every_s else best
         memory = f", {size(self.bytes)} per node" if self.bytes else ""
         share = "all" if self.share == 1 else f"{self.share:.1%} of"
-        return f"{self.place}: {every}, {self.stall_s:.3g} s each{memory}; {share} failures go back to it"
+        return f"{self.place}: {every}, each costs {self.stall_s:.3g} s{memory}; {share} failures go back to it"
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,7 @@ def _json(folder: Path, *args: str) -> Any:
         (["elastic.max_restarts=3"], "-> elastic.max_failures_without_progress=3"),
         (["train.py", "--lr", "1", "nodes=4"], "nodes=4: follows train.py"),
         (["-m", "pkg.train", "--lr", "1", "nodes=4"], "put it in front: nodes=4 -m pkg.train --lr 1; if"),
+        (["seed=1", "train.py", "model=b"], "if the program reads it: seed=1 script=train.py script_args=model=b\n"),
         (["--nnodes", "2", "-m", "pkg.train", "--lr", "1"], "1 problem.\n  1. --nnodes"),
         (["resume", "mine", "-m", "pkg.train"], "-> module=..."),
         (["logs"], "there are no runs under runs/"),
