@@ -28,7 +28,7 @@ from fsdp_jobs.plan.topology import expand_hostlist
 from fsdp_jobs.run import events, log
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.env import ATTEMPT_ENV, COORDINATOR_ENV, HOST_ENV
-from fsdp_jobs.run.processes import STOP_SIGNALS, free_port, hold_port
+from fsdp_jobs.run.processes import STOP_SIGNALS, hold_port
 from fsdp_jobs.run.status import RunStatus
 from fsdp_jobs.run.tail import last_lines
 from fsdp_jobs.run.threads import in_thread, wait_until
@@ -102,8 +102,7 @@ class Batch(Attempt):
         folder = self.run.attempt(self.number) / "node-test"
         folder.mkdir()
         (folder / node_test.NONCE).touch()
-        where = [str(folder), f"{self.hosts[0]}:{free_port()}", *self.hosts]
-        argv = [*srun(self.hosts), *self.commands.node_test, *where]
+        argv = [*srun(self.hosts), *self.commands.node_test, str(folder), *self.hosts]
         step = Process("node test", argv, self.run.process_log(self.number, "node-test"), self.env)
         tries = _STEPS
         while True:

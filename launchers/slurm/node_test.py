@@ -1,7 +1,7 @@
 """Test the nodes of an allocation before training, so that a bad node costs a minute and not a day.
 
-Each node runs one task, `python -m fsdp_jobs.launchers.slurm.node_test NPROC cpu|cuda FOLDER HOST:PORT HOST...`, which
-writes its report to FOLDER in the run directory. `blame` compares all reports to find the bad nodes.
+Each node runs one task, `python -m fsdp_jobs.launchers.slurm.node_test NPROC cpu|cuda FOLDER HOST...`, which writes its
+report to FOLDER in the run directory. `blame` compares all reports to find the bad nodes.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def _all_reduce(store: Any, device: Any, rank: int, partner: int, turn: int) -> 
     return _BYTES[device.type] / seconds / 1e9
 
 
-def examine(folder: Path, nproc: int, store_at: str, hosts: Sequence[str], rank: int, cuda: bool) -> Report:
+def examine(folder: Path, nproc: int, hosts: Sequence[str], rank: int, cuda: bool) -> Report:
     """Test this node and its links to its two neighbours."""
     report = Report(hosts[rank], list(_names_and_storage(folder, hosts)))
     import torch
@@ -178,14 +178,19 @@ def examine(folder: Path, nproc: int, store_at: str, hosts: Sequence[str], rank:
                 report.problems.append(f"{device} multiplies wrongly")
         except RuntimeError as e:
             report.problems.append(f"{device}: {str(e).splitlines()[0]}")
-    (folder / f"{hosts[rank]}.begun").touch()
+    port, within = 0, timedelta(seconds=_PAIR_S)
+    if rank == 0:  # it takes a port at once: another program may take one that is chosen before
+        store = dist.TCPStore("localhost", port, is_master=True, timeout=within)
+        port = store.port
+    write_atomic(folder / f"{hosts[rank]}.begun", str(port))
     wait_until(lambda: not late(folder, hosts), BEGINS_S)
-    host, _, port = store_at.rpartition(":")
-    try:
-        store = dist.TCPStore(host, int(port), is_master=rank == 0, timeout=timedelta(seconds=_PAIR_S))
-    except RuntimeError as e:  # DistError is one
-        report.problems.append(f"cannot reach {store_at}: {str(e).splitlines()[0]}")
-        return report
+    if rank > 0:
+        port = int((folder / f"{hosts[0]}.begun").read_text())
+        try:
+            store = dist.TCPStore(hosts[0], port, timeout=within)
+        except RuntimeError as e:  # DistError is one
+            report.problems.append(f"cannot reach {hosts[0]}:{port}: {str(e).splitlines()[0]}")
+            return report
     os.environ |= gloo_interface(hosts[:2])
     for turn in (0, 1):
         partner = rank + (1 if rank % 2 == turn else -1)  # the neighbour on one side, then the one on the other
@@ -204,6 +209,6 @@ def examine(folder: Path, nproc: int, store_at: str, hosts: Sequence[str], rank:
 
 
 if __name__ == "__main__":
-    nproc, kind, folder, store_at, *hosts = sys.argv[1:]
-    report = examine(Path(folder), int(nproc), store_at, hosts, int(os.environ["SLURM_PROCID"]), kind == "cuda")
+    nproc, kind, folder, *hosts = sys.argv[1:]
+    report = examine(Path(folder), int(nproc), hosts, int(os.environ["SLURM_PROCID"]), kind == "cuda")
     write_atomic(Path(folder) / f"{report.host}.json", report.to_json(indent=2))
