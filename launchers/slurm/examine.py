@@ -87,7 +87,8 @@ def _where(config: JobConfig) -> list[str]:
     cluster = cluster_of(config)
     kind, colon, _ = (cluster.gpus_per_node or "").rpartition(":")
     option = site.ask().gpu_option if accelerator(config) != "cpu" else ""
-    keys = ("partition", "account", "qos", "constraint", "reservation", "comment", "wckey")
+    mem = "mem-per-cpu" if asked(cluster, "mem")[0] is None else "mem"
+    keys = ("partition", "account", "qos", "constraint", "reservation", "comment", "wckey", mem)
     where = [f"--{key}={value}" for key in keys if (value := asked(cluster, key)[0]) is not None]
     return [*where, option.replace("{}", f"{kind}{colon}1")] if option else where
 

@@ -15,7 +15,7 @@ from fsdp_jobs.launchers.slurm import client, container
 from fsdp_jobs.launchers.slurm.script import asked, cluster_of, long_form
 from fsdp_jobs.launchers.slurm.steps import LEAST_TRAINING_S
 from fsdp_jobs.run.directory import user_name
-from fsdp_jobs.run.files import file_system
+from fsdp_jobs.run.files import as_written, file_system
 from fsdp_jobs.run.table import size
 
 _IN_MEMORY = ("tmpfs", "ramfs")  # file systems that no other machine can mount
@@ -48,6 +48,8 @@ def problems_here(job: Job) -> Iterator[Problem]:
         for text in value if isinstance(value, list) else [value]:
             if any(c in str(text) for c in "\n\r\0"):
                 yield Problem(f"{key}={text!r}", "holds a line break")
+    if "\\" in str(as_written(run.path)):  # SLURM drops it, and leaves %j as it is
+        yield Problem(f"run directory {run.path}", "SLURM writes nothing to a path with a backslash", "runs_dir=...")
     for given in cluster.extra:
         option, where = long_form(given), f"cluster.extra=[{given}]"
         if not option.startswith("-"):
@@ -131,7 +133,7 @@ def compare_with_default_memory(job: Job, partition: client.Partition) -> None:
     """Warn if the job requests no memory, and a node's default share is less than the plan needs."""
     cluster = cluster_of(job.config)
     extra = [option for option in map(long_form, cluster.extra) if option.startswith("--mem")]
-    if cluster.mem or extra or any(name.startswith("SBATCH_MEM_PER") for name in os.environ):
+    if cluster.mem or extra or not partition.listed or any(name.startswith("SBATCH_MEM_PER") for name in os.environ):
         return
     known = [client.shown(partition), *(f"{key}={value}" for key, value in client.settings().items())]
     if not (default := re.search(r"DefMemPer(Node|CPU)=(\d+)", " ".join(known))):  # the partition's comes first

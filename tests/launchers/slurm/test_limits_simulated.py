@@ -92,6 +92,13 @@ def test_an_option_that_is_not_for_the_user_is_refused_in_every_form_that_sbatch
     assert problem.instead.startswith(cure)
 
 
+def test_a_run_directory_with_a_backslash_in_its_path_is_refused() -> None:
+    r"""SLURM took `/r\uns/a/submit/slurm-%j.out` for `/runs/a/submit/slurm-%j.out`, and the job failed unseen."""
+    config = compose_job(["cluster=slurm", "model=llama_debug"])
+    (problem,) = problems_here(Job(config, RunDir(r"/r\uns/a"), plan_of(config)[0], offline_notes=["a laptop"]))
+    assert "backslash" in problem.what
+
+
 def test_limits_are_those_of_the_partition_and_the_time_that_sbatch_will_take(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -279,7 +286,7 @@ def test_doctor_names_an_old_slurm_and_knows_nothing_of_a_partition_that_does_no
 def test_doctor_asks_for_a_node_as_the_job_will(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where partitions of GPUs take no job without one, and with the account that stands in `cluster.extra`.
 
-    Also with the comment and the wckey that a site may demand. A refusal is not mistaken for a busy cluster.
+    Also with the comment, wckey and memory that a site may demand. A refusal is not mistaken for a busy cluster.
     """
     site.say("sacct", "exit 0")
     site.say("sbatch", "echo 77")
@@ -288,18 +295,43 @@ def test_doctor_asks_for_a_node_as_the_job_will(site: Site, tmp_path: Path, monk
     answer = "echo Welcome to n1; for note; do :; done; echo $(cat $note) n1 $(date +%s) 1.0 2.13.0 1; echo Bye, bye"
     site.say(
         "srun",
-        f'case "$*" in *--account=proj*--comment=c*--wckey=w*--gpus-per-node=a100:1*) {answer};; *) exit 1;; esac',
+        f'case "$*" in *--account=proj*--comment=c*--wckey=w*$MEM*--gpus-per-node=a100:1*) {answer};; *) exit 1;; esac',
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SBATCH_COMMENT", "c")
-    config = compose_job(["cluster=slurm", "cluster.gpus_per_node='a100:4'", "cluster.extra=['-A proj','--wckey=w']"])
-    found = {finding.what: finding.fact for finding in examine(config)}
-    assert found["runs_dir"].startswith("n1 sees ") and found["python"].endswith("torch 2.13.0, 1 GPUs"), found
+    keys = ["cluster=slurm", "cluster.gpus_per_node='a100:4'", "cluster.extra=['-A proj','--wckey=w'{}]"]
+    for more, key, mem in (("", "cluster.mem=9G", "--mem=9G"), (",'--mem-per-cpu=1G'", "seed=1", "--mem-per-cpu=1G")):
+        monkeypatch.setenv("MEM", mem)
+        config = compose_job([*keys[:2], keys[2].format(more), key])
+        found = {finding.what: finding.fact for finding in examine(config)}
+        assert found["runs_dir"].startswith("n1 sees ") and found["python"].endswith("torch 2.13.0, 1 GPUs"), found
     assert "preempted by QOS" in found["preemption"], found
     site.say("sbatch", "echo 'sbatch: error: Batch job submission failed: Invalid wckey specification' >&2; exit 1")
     *_, refused = examine(config)
     assert (refused.state, refused.fact) == ("bad", "sbatch: Invalid wckey specification"), refused
     assert refused.cure.startswith("cluster.extra="), refused
+
+
+def test_a_site_that_hides_its_nodes_from_users_takes_their_jobs(site: Site, caplog: pytest.LogCaptureFixture) -> None:
+    """Seen on SLURM 22.05 with PrivateData=nodes: every submission ended with sinfo's refusal."""
+    site.say("sinfo", "echo 'slurm_load_node: Access/permission denied' >&2; exit 1")
+    shown = "PartitionName=%s\n   AllocNodes=ALL Default=%s QoS=N/A\n   DefaultTime=%s DisableRootJobs=NO\n"
+    shown += "   MaxNodes=UNLIMITED MaxTime=1:00:00 MinNodes=0\n   Nodes=n[%s]\n   TotalNodes=%s\n   DefMemPerCPU=1\n\n"
+    values = "short YES 30:00 1-4 4 long NO NONE 1-8 8"
+    site.say("scontrol", f"[ $2 = config ] && cat {site.folder}/config || printf '{shown}' {values}")
+    short, long = client.partitions()
+    assert (short.name, short.default, short.nodes, short.default_time, short.hosts) == (
+        "short",
+        True,
+        4,
+        "30:00",
+        ["n[1-4]"],
+    )
+    assert (long.name, long.default, long.nodes, long.default_time, long.hosts) == ("long", False, 8, "", ["n[1-8]"])
+    assert site.refuses("nodes=4") == "" and not caplog.records, "the sizes of nodes are not known"
+    assert "short allows 1:00:00" in site.refuses("cluster.time=2-00:00:00")
+    site.say("sbatch", NO_NODES)
+    assert site.refuses("nodes=4") == "" and "short has 4 nodes" in site.refuses("nodes=5")
 
 
 def test_a_notebook_plans_with_the_switches_that_slurm_names_now(site: Site) -> None:
