@@ -37,7 +37,6 @@ _REASONS = {  # prefixes of squeue's REASON -> explanation; the first counts
     ),
     "Assoc": "a limit of your account, see sacctmgr show assoc; one of each job is never met by waiting",
     "PartitionNodeLimit": "it asks for more or fewer nodes than the partition allows: it will not start",
-    "ReqNodeNotAvail": "nodes are down, drained or reserved",
     "PartitionConfig": "the partition does not allow it now: fewer nodes, less time, or wait",
     "launch failed": "a node could not start it; SLURM starts it again after: scontrol release {id}",
     "job requeued in held state": "held; SLURM starts it again after: scontrol release {id}",
@@ -170,7 +169,7 @@ class SlurmLauncher(Launcher):
         return [_describe(*known) for known in zip(app_ids, jobs, runs, strict=True)]
 
     def known(self) -> list[str]:
-        return list(client.queue(timeout_s=client.LOOK_S))
+        return [id for id in client.queue(timeout_s=client.LOOK_S) if self.run_of(id) is not None]
 
     def _link(self, app_id: str, cluster: str = "") -> Path:
         return self.links / (cluster or self.cluster_of(app_id)) / app_id  # clusters sharing a home may share ids
@@ -294,6 +293,6 @@ def _message(job: client.QueuedJob) -> str:
     why = f" ({job.reason}{meaning})" if job.reason not in ("", "None") else ""  # None: SLURM has not looked at it yet
     if job.state is State.QUEUED and job.slurm_state != "CONFIGURING":
         when = f"starts about {job.start.replace('T', ' ')}" if job.start not in ("", "N/A") else "start not known yet"
-        return f"SLURM job {job.id} waits{why}; {when}"
+        return f"SLURM job {job.id} waits{why}" + ("" if told else f"; {when}")  # SLURM keeps an estimate of before
     where = f" on {job.nodes}" if job.nodes else ""
     return f"SLURM job {job.id} is {job.slurm_state}{where}{'' if job.state.is_active else why}"

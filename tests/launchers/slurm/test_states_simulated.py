@@ -116,10 +116,10 @@ def test_a_job_with_a_verdict_has_ended_while_its_nodes_run_a_long_epilog(slurm:
 
 
 def test_a_held_job_comes_with_its_cure(slurm: Path) -> None:
-    say(slurm, "squeue", queue("12|REQUEUE_HOLD|launch failed requeued held|N/A||n/a|12"))
+    say(slurm, "squeue", queue("12|REQUEUE_HOLD|launch failed requeued held|2026-12-01T09:45:15||n/a|12"))
     (described,) = SlurmLauncher().describe(["12"])
     cure = "(launch failed requeued held: a node could not start it; SLURM starts it again after: scontrol release 12)"
-    assert described is not None and cure in described.message
+    assert described is not None and described.message == f"SLURM job 12 waits {cure}", "its estimate is of before"
     client.forget()
     say(slurm, "squeue", queue("12|PENDING|BadConstraints|N/A||n/a|12"))  # all nodes are needed, and one is excluded
     (described,) = SlurmLauncher().describe(["12"])
@@ -262,7 +262,8 @@ def test_a_job_is_found_by_the_submission_in_its_comment_and_is_nobody_elses(slu
         replace(commands, place=place).write(run)
         assert SlurmLauncher().find([run]) == [job_id]
     assert state("4") is State.RUNNING
-    (listed, *_) = SlurmLauncher.scheduler("torchx").list()
+    listed, *more = SlurmLauncher.scheduler("torchx").list()
+    assert [job.app_id for job in more] == ["5_1", "6"], "the others may be a notebook, or a shell on a node"
     listed.app_handle = make_app_handle("slurm_fsdp", "torchx", listed.app_id)  # as TorchX's runner does
     assert listed.app_handle == "slurm_fsdp://lab/4"
     run.job.write_text(json.dumps({"first_attempt": 0, "submission": "newer"}))
