@@ -180,7 +180,7 @@ def examine(folder: Path, nproc: int, hosts: Sequence[str], rank: int, cuda: boo
             report.problems.append(f"{device}: {str(e).splitlines()[0]}")
     port, within = 0, timedelta(seconds=_PAIR_S)
     if rank == 0:  # it takes a port at once: another program may take one that is chosen before
-        store = dist.TCPStore("localhost", port, is_master=True, timeout=within)
+        store = dist.TCPStore("127.0.0.1", port, is_master=True, timeout=within)
         port = store.port
     write_atomic(folder / f"{hosts[rank]}.begun", str(port))
     wait_until(lambda: not late(folder, hosts), BEGINS_S)
