@@ -29,7 +29,7 @@ from fsdp_jobs.checkpoints.blocks import SUMS, FileSums, difference
 from fsdp_jobs.config.errors import BadInput, JobFailed
 from fsdp_jobs.plan.topology import natural_key
 from fsdp_jobs.run.checksum import checksum
-from fsdp_jobs.run.files import exists, write_whole
+from fsdp_jobs.run.files import exists, listing, write_whole
 from fsdp_jobs.run.processes import this_machine
 
 MANIFEST = "manifest.json"
@@ -149,30 +149,28 @@ def find_checkpoints(checkpoints: Path) -> list[Path]:
     """Return the committed checkpoints, newest step first.
 
     Raises:
-        OSError: the folder exists and cannot be listed: `glob` would find nothing there.
+        OSError: the folder exists and cannot be listed.
     """
-    folders = list[Path]()
-    if is_object_store(checkpoints):
-        steps = [f for f in checkpoints.glob("step-*") if _NAME_IN_STORE.fullmatch(f.name)]
-        folders = _which(steps, lambda folder: exists(folder / MANIFEST))
-    else:
-        with suppress(FileNotFoundError):
-            folders = [f for f in checkpoints.iterdir() if _NAME.fullmatch(f.name)]
-    return _newest_first(folders)
+    in_store = is_object_store(checkpoints)
+    named = _NAME_IN_STORE if in_store else _NAME
+    steps = [f for f in listing(checkpoints) if named.fullmatch(f.name)]
+    return _newest_first(_which(steps, lambda folder: exists(folder / MANIFEST)) if in_store else steps)
 
 
 def find_on_nodes(checkpoints: Path, committed: Collection[Path]) -> list[Path]:
-    """Return the steps that are on the nodes' own disks but not yet committed here, newest first."""
-    if is_object_store(checkpoints):
-        others = [f for f in checkpoints.glob("step-*") if f not in committed]
-        folders = _which(others, lambda folder: exists(folder / SHARDS))
-    else:
-        folders = [file.parent for file in checkpoints.glob(f"step-*/{SHARDS}") if file.parent not in committed]
-    return _newest_first(folders)
+    """Return the steps that are on the nodes' own disks but not yet committed here, newest first.
+
+    Raises:
+        OSError: as `find_checkpoints`.
+    """
+    others = {*filter(is_checkpoint, listing(checkpoints))}.difference(committed)
+    return _newest_first(_which([*others], lambda folder: exists(folder / SHARDS)))
 
 
 def _which(folders: list[Path], is_so: Callable[[Path], bool]) -> list[Path]:
     """Return the folders for which `is_so` holds; it asks a store about many at once, where `glob` asks one by one."""
+    if not any(map(is_object_store, folders)):
+        return [*filter(is_so, folders)]
     with ThreadPoolExecutor(_AT_ONCE) as several:
         return [*itertools.compress(folders, several.map(is_so, folders))]
 
@@ -366,18 +364,19 @@ def remove_unfinished(checkpoints: Path) -> None:
 
     Raises:
         CannotReadHere: this machine cannot rename a replaced checkpoint back.
+        OSError: as `find_checkpoints`.
     """
-    in_store = is_object_store(checkpoints)
-    for replaced in () if in_store else checkpoints.glob(f"step-*{_REPLACED}"):
+    in_store, steps = is_object_store(checkpoints), [*filter(is_checkpoint, listing(checkpoints))]
+    for replaced in (folder for folder in steps if folder.suffix == _REPLACED):
         place = folder_of(checkpoints, step_of(replaced), "")
         try:
-            if place.exists():  # the new one
+            if exists(place):  # the new one
                 remove(replaced)
             else:
                 replaced.rename(place)
         except OSError as e:
             raise CannotReadHere(replaced, e) from e
     finished = (MANIFEST, _DAMAGED, SHARDS) if in_store else (SHARDS,)
-    steps = [*checkpoints.glob("step-*" if in_store else "step-*.tmp")]
-    for folder in _which(steps, lambda folder: not any(_may_exist(folder / name) for name in finished)):
+    unnamed = [folder for folder in steps if in_store or folder.suffix == ".tmp"]
+    for folder in _which(unnamed, lambda folder: not any(_may_exist(folder / name) for name in finished)):
         remove(folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,12 +52,26 @@ def input_paths(config: JobConfig) -> Iterator[Path]:
 
 
 def text_files(path: str) -> list[Path]:
-    """Return the files of a path, sorted: the path itself, all files in it, or those that match it as a glob."""
+    """Return the files of a path, sorted: the path itself, all files in it, or those that match it as a glob.
+
+    Raises:
+        OSError: a folder cannot be listed; `rglob` would pass over it, since Python 3.12.
+    """
     named = Path(path)
     if named.is_file():
         return [named]
-    matches = named.rglob("*") if named.is_dir() else Path(named.anchor).glob(str(named.relative_to(named.anchor)))
+    if named.is_dir():
+        walked = os.walk(named, onerror=_unless_closed)
+        matches = (Path(folder, name) for folder, _, names in walked for name in names)
+    else:
+        matches = Path(named.anchor).glob(str(named.relative_to(named.anchor)))
     return sorted(f for f in matches if f.is_file())
+
+
+def _unless_closed(error: OSError) -> None:
+    """Pass over a folder that is closed to this user, such as a disk's lost+found."""
+    if not isinstance(error, PermissionError):
+        raise error
 
 
 def _token_file(data: DataConfig, name: str) -> Iterator[Problem]:

@@ -25,7 +25,7 @@ from typing import cast
 
 from fsdp_jobs.config.errors import BadInput, one_line
 from fsdp_jobs.config.schema import CheckpointConfig, JobConfig
-from fsdp_jobs.run.files import read_json, try_lock, write_json
+from fsdp_jobs.run.files import listing, read_json, try_lock, write_json
 from fsdp_jobs.run.record import JsonObject
 from fsdp_jobs.run.threads import wait_until
 
@@ -127,9 +127,7 @@ class RunDir:
 
     def last_attempt(self) -> int:
         """Return the highest attempt that has a folder, -1 before the first."""
-        with suppress(FileNotFoundError):
-            return max((int(f.name) for f in (self.path / "attempts").iterdir() if f.name.isdigit()), default=-1)
-        return -1
+        return max((int(f.name) for f in listing(self.path / "attempts") if f.name.isdigit()), default=-1)
 
     def excluded_hosts(self) -> dict[str, str]:
         """Return machine -> reason for the machines that this job should not get now; none if the file is damaged.
@@ -271,12 +269,10 @@ def recorded_in(runs_dir: str) -> list[RunDir]:
     """Return every run under a folder that has a record of a submission, oldest first.
 
     Raises:
-        OSError: the folder exists and cannot be listed: `glob` would find nothing there.
+        OSError: the folder exists and cannot be listed.
     """
-    runs, found = list[RunDir](), []
-    with suppress(FileNotFoundError):
-        runs = [RunDir(path) for path in Path(runs_dir).iterdir()]
-    for run in runs:
+    found = []
+    for run in map(RunDir, listing(Path(runs_dir))):
         with suppress(FileNotFoundError, NotADirectoryError, PermissionError):  # no run, or another user's
             if not run.name.startswith("."):  # such a folder is being removed
                 found.append((run.job.stat().st_mtime, run.path, run))

@@ -96,6 +96,19 @@ def exists(path: Path) -> bool:
     return False
 
 
+def listing(folder: Path) -> list[Path]:
+    """Return what is in a folder; nothing if there is none.
+
+    Raises:
+        OSError: it cannot be listed: `glob` would find nothing there, since Python 3.12.
+    """
+    with suppress(FileNotFoundError):
+        if isinstance(folder, Path):
+            return [*folder.iterdir()]
+        return [folder / Path(path).name for path in folder.fs.ls(folder.path, detail=False)]
+    return []
+
+
 def is_there(path: Path) -> bool:
     """Whether a file exists; False if its storage does not answer."""
     with suppress(OSError):

@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 
 from fsdp_jobs.run.env import RANK_STATE_ENV, TERM_ENV
+from fsdp_jobs.run.files import listing
 
 TERMS = "terms"  # the folder of the claims, in the folder of the checkpoints
 LOOK_S = 0.1  # between two checks of a lease
@@ -73,11 +74,7 @@ def claim(
 
 def _markers(home: Path, kind: str) -> dict[int, Path]:
     """Return existing markers by number. Lists the folder, because NFS clients cache failed lookups."""
-    try:
-        found = list((home / TERMS).iterdir())
-    except (FileNotFoundError, NotADirectoryError):  # stores raise the second
-        return {}
-    return {int(f.name.rpartition("-")[2]): f for f in found if f.name.startswith(f"{kind}-")}
+    return {int(f.name.rpartition("-")[2]): f for f in listing(home / TERMS) if f.name.startswith(f"{kind}-")}
 
 
 def _create(marker: Path, owner: str) -> bool | None:

@@ -218,9 +218,10 @@ def story_of(status: RunStatus, state: str) -> Iterator[tuple[str, str]]:
         yield "slow", f"{datetime.fromtimestamp(slow.time):%H:%M} {slow.sentence()}"
     for corruption in status.corruptions:
         yield "corrupt", str(corruption.sentence())
-    on_nodes = map(step_of, find_on_nodes(status.run.checkpoints, ()))
-    if newer := [step for step in on_nodes if step > status.committed]:
-        yield "checkpoint", f"step {newer[0]} is only on the nodes' own disks: the next resume copies it"
+    with suppress(PermissionError):  # the checkpoints are closed to this user
+        on_nodes = map(step_of, find_on_nodes(status.run.checkpoints, ()))
+        if newer := [step for step in on_nodes if step > status.committed]:
+            yield "checkpoint", f"step {newer[0]} is only on the nodes' own disks: the next resume copies it"
     doing = f"no step for {duration(still)}" if (still := status.still_s) else status.doing
     yield "now", IDLE if state in ENDED else WAITING if state == State.QUEUED else doing
     yield from goodput_of(status)

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -69,7 +70,7 @@ def test_a_file_system_that_cannot_sync_folders_has_checkpoints(
 def test_checkpoints_that_cannot_be_listed_are_not_said_to_be_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The job would begin from zero."""
+    """The job would begin from zero, or from an older step than one on the nodes' disks or half replaced."""
     assert catalog.find_checkpoints(tmp_path / "none") == []
     _write(tmp_path, 10)
 
@@ -79,8 +80,9 @@ def test_checkpoints_that_cannot_be_listed_are_not_said_to_be_none(
     monkeypatch.setattr(Path, "exists", lambda _: False)  # as of Python 3.14
     for way in ("listdir", "scandir"):  # of Python 3.11 and 3.13
         monkeypatch.setattr(os, way, fails)
-    with pytest.raises(OSError, match="Stale"):
-        catalog.find_checkpoints(tmp_path)
+    for look in (catalog.find_checkpoints, partial(catalog.find_on_nodes, committed=()), catalog.remove_unfinished):
+        with pytest.raises(OSError, match="Stale"):
+            look(tmp_path)
 
 
 def test_prune_counts_whole_checkpoints_only(tmp_path: Path) -> None:

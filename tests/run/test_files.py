@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import nullcontext
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
+from fsdp_jobs.config.data import text_files
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.files import as_written
 
@@ -45,3 +47,24 @@ def test_attempts_that_cannot_be_listed_are_not_said_to_be_none(
     monkeypatch.setattr(os, "listdir", closed)
     with pytest.raises(PermissionError):
         run.last_attempt()
+
+
+@pytest.mark.parametrize(("code", "is_passed_over"), [(errno.EACCES, True), (errno.ESTALE, False)])
+def test_a_data_set_is_no_smaller_for_a_folder_that_cannot_be_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, is_passed_over: bool
+) -> None:
+    """One that is closed to this user, as lost+found, is not part of it."""
+    for name in ("a.txt", "more/b.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert text_files(str(tmp_path)) == [tmp_path / "a.txt", tmp_path / "more" / "b.txt"]
+    scandir = os.scandir
+
+    def fails(folder: Any) -> Any:
+        if Path(folder).name == "more":
+            raise OSError(code, os.strerror(code), str(folder))
+        return scandir(folder)
+
+    monkeypatch.setattr(os, "scandir", fails)
+    with nullcontext() if is_passed_over else pytest.raises(OSError, match="Stale"):
+        assert text_files(str(tmp_path)) == [tmp_path / "a.txt"]
