@@ -21,6 +21,7 @@ from typing import IO, Any, NamedTuple, cast
 
 from fsdp_jobs.run.checksum import checksum, fill
 from fsdp_jobs.run.files import file_system
+from fsdp_jobs.run.threads import begin_in
 
 SUMS = "xxh3_128"  # manifest key of a file's block ends and checksums; earlier versions have crc32 instead
 FileSums = dict[str, Any]  # a file in a manifest: its size as `bytes`, and the ends and checksums of its blocks
@@ -59,7 +60,7 @@ class ReadBack:
 
     def begin_batch(self, blocks: Sequence[_Block]) -> None:
         """Begin to verify the next blocks, which must have been passed to the kernel."""
-        self._batches.append(self._thread.submit(self._compare, blocks))
+        self._batches.append(begin_in(self._thread, self._compare, blocks))
 
     def _compare(self, blocks: Sequence[_Block]) -> str:
         os.fdatasync(self._file.fileno())

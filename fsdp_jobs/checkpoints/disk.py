@@ -36,6 +36,7 @@ from fsdp_jobs.checkpoints.exchange import CannotLoad, fetch_files
 from fsdp_jobs.checkpoints.ranks import Ranks
 from fsdp_jobs.checkpoints.storage import SaveRequest
 from fsdp_jobs.checkpoints.tiers import Restored, SharedStorage, Tier
+from fsdp_jobs.run.threads import begin_in
 
 _BLOCK = 1 << 24  # bytes copied at once
 _KEPT = 2  # newest steps that stay on a node's disk
@@ -63,7 +64,7 @@ class LocalDisks:
 
     def upload(self, request: SaveRequest) -> None:
         """Begin to copy this rank's shards of a save that is whole on the nodes' disks."""
-        self._upload = request, self._thread.submit(self._copy, request)
+        self._upload = request, begin_in(self._thread, self._copy, request)
 
     def uploaded(self, wait: bool) -> tuple[SaveRequest, BaseException | None] | None:
         """Return the copy that has ended since the last call, with its error."""

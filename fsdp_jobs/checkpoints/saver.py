@@ -24,6 +24,7 @@ from fsdp_jobs.checkpoints.tensors import is_as_planned
 from fsdp_jobs.config.keys import AUTO
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.run.table import listed
+from fsdp_jobs.run.threads import begin_in
 
 
 class _Planner(DefaultSavePlanner):
@@ -90,8 +91,8 @@ class Saver:
         TypeError for a value that is neither plain nor a tensor.
         """
         copies = not block and self.mode != "off"
-        staged = self._thread.submit(self._stage, request, LiveState(state), copies)  # may wait for the GIL
-        return staged, self._thread.submit(lambda: staged.result()())
+        staged = begin_in(self._thread, self._stage, request, LiveState(state), copies)  # may wait for the GIL
+        return staged, begin_in(self._thread, lambda: staged.result()())
 
     def _stage(self, request: SaveRequest, live: LiveState, copies: bool) -> Callable[[], object]:
         """In a thread: copy the state. Returns a function that writes it and holds only it."""

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
 from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -47,15 +48,27 @@ def start_vital_thread(work: Callable[[], object], name: str) -> None:
 def in_thread(ask: Callable[[], _Answer]) -> Future[_Answer]:
     """Call `ask` in a daemon thread: a query to an unreachable cluster may block for half a minute."""
     answer: Future[_Answer] = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(ask())
-        except Exception as e:
-            answer.set_exception(e)
-
-    start_thread(run, "in_thread")
+    start_thread(partial(_settle, answer, ask), "in_thread")
     return answer
+
+
+def begin_in(thread: ThreadPoolExecutor, work: Callable[..., _Answer], *args: Any, **details: Any) -> Future[_Answer]:
+    """Let a thread do this next; in functions of atexit, where threads begin nothing more, do it now."""
+    try:
+        return thread.submit(work, *args, **details)
+    except RuntimeError as e:
+        if "cannot schedule" not in str(e):
+            raise
+        answer: Future[_Answer] = Future()
+        _settle(answer, partial(work, *args, **details))
+        return answer
+
+
+def _settle(answer: Future[_Answer], ask: Callable[[], _Answer]) -> None:
+    try:
+        answer.set_result(ask())
+    except Exception as e:
+        answer.set_exception(e)
 
 
 class Background:
@@ -68,11 +81,7 @@ class Background:
     def begin(self, work: Callable[..., _Answer], *args: Any, **details: Any) -> Future[_Answer]:
         """Let the thread do this next; short work is done on return, if the thread has nothing else to do."""
         is_free = self._newest is None or self._newest.done()
-        try:
-            self._newest = begun = self._thread.submit(work, *args, **details)
-        except RuntimeError:  # in functions of atexit threads begin nothing more
-            begun = Future()
-            begun.set_result(work(*args, **details))
+        self._newest = begun = begin_in(self._thread, work, *args, **details)
         if is_free:
             wait([begun], _SOON_S)
         return begun

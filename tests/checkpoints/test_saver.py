@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 import time
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -19,6 +21,7 @@ from fsdp_jobs.config.errors import JobFailed
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.goodput import slowest_save_s
 from tests.checkpoints.saving import fill, save_steps, trained, value_of
+from tests.jobs import ROOT
 from tests.nfs import nfs_client
 from tests.world import run_world
 
@@ -136,3 +139,25 @@ def test_a_last_save_waits_for_storage_that_is_away(tmp_path: Path) -> None:
     assert catalog.step_of(saved) == 7 and catalog.verify(saved) == []
     (told, _) = run_world(2, _last_save_in_an_outage, str(tmp_path / "long"), 99)
     assert told is not None and "Check the disk or mount" in told
+
+
+_SAVES_AT_EXIT = """
+import atexit, torch
+from fsdp_jobs import job
+job.init()
+model = torch.nn.Linear(2, 2)
+checkpoints = job.checkpointer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+checkpoints.restore()
+checkpoints.save(1)
+atexit.register(checkpoints.save, 2, block=True)
+"""
+
+
+def test_a_program_may_save_in_a_function_of_atexit(tmp_path: Path) -> None:
+    """Threads begin nothing more there."""
+    (tmp_path / "program.py").write_text(_SAVES_AT_EXIT)
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "program.py"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and "Error" not in done.stderr, done.stderr
+    saved = catalog.find_checkpoints(RunDir(tmp_path / "runs" / "program").checkpoints)
+    assert [catalog.step_of(folder) for folder in saved] == [2, 1]
