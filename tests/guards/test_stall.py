@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_jobs.control.placement import ConnectedAgent
-from fsdp_jobs.guards.stall.messages import Dump
+from fsdp_jobs.guards.stall.messages import Dump, RankStack, Stacks
 from fsdp_jobs.run import events, rank_state
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.messages import Request
@@ -62,6 +62,23 @@ def test_a_save_without_end_is_one(tmp_path: Path) -> None:
     assert cluster.last(agents[0], Dump) is None
     cluster.later(150, *agents, step=5, phase=int(Phase.SAVING))
     assert cluster.last(agents[0], Dump) is not None
+
+
+@pytest.mark.parametrize("answers", [0, 1])
+def test_the_machine_of_ranks_that_do_not_respond_is_blamed_if_others_do(tmp_path: Path, answers: int) -> None:
+    """If none does, as on the only node, a program that is not Python or never yields may be the reason."""
+    cluster = Cluster(tmp_path, "nodes=1")
+    cluster.ready(agent := cluster.join(0))
+    for step in range(1, 6):
+        cluster.later(1, agent, step=step)
+    cluster.later(62, agent, step=5)
+    ranks = [RankStack(n, "sleeping", n < answers, 5, False, "", False) for n in range(2)]
+    cluster.coordinator.on_message(agent, Stacks(ranks), cluster.now)
+    cluster.later(1, agent, step=5)
+    cluster.ready(agent)
+    cluster.later(5, agent, step=-1)
+    (broken,) = cluster.events("round_broken")
+    assert "does not respond" in broken["why"] and broken.get("blamed", "") == ("node0" if answers else "")
 
 
 def test_a_step_that_ends_while_stacks_are_collected_is_no_stall(tmp_path: Path) -> None:

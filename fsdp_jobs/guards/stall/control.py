@@ -100,7 +100,8 @@ class Guard(guard.Guard):
         dead = [(n, r) for n, r in ranks if not (r.dumped or r.ended)]
         if dead:
             named = [f"rank {r.rank} on node {n} ({r.status})" for n, r in dead]
-            return f"{waited}: {listed(named, 4)} does not respond", _only(n for n, _ in dead)
+            node = _only(n for n, _ in dead) if _is_frozen(ranks) else None  # of all, the program may be the reason
+            return f"{waited}: {listed(named, 4)} does not respond", node
         if not ranks:
             return f"{waited}: all are in step {(self._step or 0) + 1}, and no node has sent their stacks", None
         behind = min(r.step for _, r in ranks)
