@@ -22,6 +22,7 @@ from fsdp_jobs.run.term import job_time
 from fsdp_jobs.run.threads import start_thread
 
 _EVERY_S = 0.5  # between two reads of the log
+_PATIENCE_S = 30.0  # to wait for the last lines at the end: storage may not answer
 _MOST = 1 << 21  # bytes read at once
 _LONGEST_LINE = 1 << 12  # bytes of a line that are parsed
 
@@ -64,7 +65,7 @@ class OutputMetrics:
 
     def close(self) -> None:
         self._over.set()
-        self._thread.join()
+        self._thread.join(_PATIENCE_S)
 
     def _watch(self) -> None:
         while not self._over.wait(0.01 if any(followed.is_behind for followed in self._followed) else _EVERY_S):

@@ -14,6 +14,7 @@ from fsdp_jobs.node import output as output_module
 from fsdp_jobs.node.lines import Reader, Reading
 from fsdp_jobs.node.output import OutputMetrics
 from fsdp_jobs.run.directory import RunDir
+from fsdp_jobs.run.files import lock
 from fsdp_jobs.run.messages import Round
 from fsdp_jobs.run.rank_state import RankState
 from fsdp_jobs.run.status import RunStatus
@@ -450,6 +451,18 @@ def test_what_a_program_prints_last_is_read_however_much_it_is_and_without_an_en
     log.write_text("step 1 loss 3.0\n" + "x" * 5_000_000 + "\nstep 2 loss 2.0\rstep 3 loss 1.0")
     output.close()
     assert [line["step"] for line in read_json_lines(run.metrics)] == [1, 2, 3]
+
+
+def test_an_agent_ends_while_the_storage_of_metrics_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output_module, "_PATIENCE_S", 0.1)
+    run = RunDir(tmp_path)
+    log, output = begun(run)
+    with run.metrics.open("a") as held:
+        lock(held.fileno())  # the thread's writes wait for it
+        log.write_text("step 1 loss 3.0\n")
+        output.close()
+        assert not run.metrics.read_text()
+    assert wait_until(lambda: bool(run.metrics.read_text()), 60)
 
 
 def test_a_loss_of_one_rank_is_not_recorded_with_a_step_of_another(tmp_path: Path) -> None:
