@@ -7,8 +7,9 @@
 
 Each kill is of a rank, an agent, a whole node, the coordinator, or of everything on all nodes, after which the next
 attempt begins; what died is started again, as a cluster would. With snapshots in memory ranks are killed on all nodes
-at once, and nothing is saved on a disk: each resume must be from memory and do at most one step again. Two nodes that
-hold the same shards are not killed in one recovery. With --beside a second job runs there, which dies with them.
+at once, and nothing is saved on a disk: each resume must be from memory and do at most one step again, which holds
+where nothing else runs: while agents get no CPU to seal snapshots, none are taken. Two nodes that hold the same shards
+are not killed in one recovery. With --beside a second job runs there, which dies with them.
 Each run must end with the losses of an undisturbed one, to the bit, and leave neither a process nor a file in memory on
 any node. Exit code 1 when one does not. Nodes are network namespaces with a /dev/shm each: needs root.
 """
