@@ -65,7 +65,12 @@ def text_files(path: str) -> list[Path]:
         matches = (Path(folder, name) for folder, _, names in walked for name in names)
     else:
         matches = Path(named.anchor).glob(str(named.relative_to(named.anchor)))
-    return sorted(f for f in matches if f.is_file())
+    return sorted(f for f in matches if f.is_file() and _dots(f) == _dots(named))
+
+
+def _dots(path: Path) -> int:
+    """Count the hidden names of a path: what is hidden in a folder is no text, but of systems and editors."""
+    return sum(name.startswith(".") for name in path.parts)
 
 
 def _unless_closed(error: OSError) -> None:

@@ -98,7 +98,7 @@ def _open(path: Path, key: str) -> _Tensors:
         entries = SafeReader(path).read_metadata().state_dict_metadata
         shapes = {n: tuple(e.size) for n, e in entries.items() if isinstance(e, TensorStorageMetadata)}
         return shapes, partial(load_alone, path)
-    for pattern in ("*.safetensors", "*.bin", "*.pt", "*.pth"):
+    for pattern in ("[!.]*.safetensors", "[!.]*.bin", "[!.]*.pt", "[!.]*.pth"):
         files = [path] if path.is_file() and path.match(pattern) else sorted(path.glob(pattern))
         files = [f for f in files if f.name != "training_args.bin"]  # of transformers' Trainer
         index = next(path.glob(f"{pattern}.index.json"), None)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -74,7 +75,8 @@ def claim(
 
 def _markers(home: Path, kind: str) -> dict[int, Path]:
     """Return existing markers by number. Lists the folder, because NFS clients cache failed lookups."""
-    return {int(f.name.rpartition("-")[2]): f for f in listing(home / TERMS) if f.name.startswith(f"{kind}-")}
+    named = ((re.fullmatch(rf"{kind}-(\d+)", f.name), f) for f in listing(home / TERMS))
+    return {int(name[1]): f for name, f in named if name}
 
 
 def _create(marker: Path, owner: str) -> bool | None:

@@ -158,9 +158,14 @@ def test_keep_zero_keeps_all_and_a_save_reads_none_of_them(tmp_path: Path) -> No
 def test_steps_sort_as_numbers_and_other_folders_are_no_checkpoints(tmp_path: Path) -> None:
     for step in (99_999_999, 100_000_000, 5):
         _write(tmp_path, step)
-    for name in ("step-00000007.x.tmp", "step-00000008.damaged", "step-9", "other"):
+    mine = ("step-00000008.damaged", "step-9", "other", "step-old", "step-mine.tmp", "step-mine.replaced")
+    for name in ("step-00000007.x.tmp", *mine):
         (tmp_path / name).mkdir()
+    (tmp_path / "step-old" / catalog.SHARDS).touch()
     assert [f.name for f in catalog.find_checkpoints(tmp_path)] == ["step-100000000", "step-99999999", "step-00000005"]
+    assert catalog.find_on_nodes(tmp_path, ()) == []
+    catalog.remove_unfinished(tmp_path)
+    assert {f.name for f in tmp_path.iterdir()} >= {*mine} and not (tmp_path / "step-00000007.x.tmp").exists()
 
 
 @settings(max_examples=60, deadline=None)

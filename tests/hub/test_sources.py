@@ -173,6 +173,9 @@ def test_tokens_are_made_once_and_again_when_what_they_come_from_changes(
 
     data = _data(corpus, "text")
     text = "".join(texts())
+    (corpus / "text" / ".git").mkdir()
+    for hidden in ("._000.txt", ".nfs00000000000000010000000a", ".git/config"):
+        (corpus / "text" / hidden).write_bytes(b"\0\5\26\7")
     for _ in range(2):
         assert bytes(open_tokens(data)).decode("utf-16-le") == text  # a byte each, kept in 16 bits
     assert len(capsys.readouterr().out.splitlines()) == 1

@@ -58,6 +58,13 @@ def test_numbers_grow_and_an_older_round_may_not_write(home: Path) -> None:
         second.check()
 
 
+def test_what_others_leave_among_the_numbers_is_none(home: Path) -> None:
+    claim(home, ROUND, "attempt 0, round 0")
+    for name in ("round-x", "round-00000009~", ".nfs0000000000000009", "old-round-00000009"):
+        (home / "terms" / name).write_text("")
+    assert newest(home, ROUND) == 1 and claim(home, ROUND, "attempt 0, round 1", last=1) == 2
+
+
 def _claim_many(home: Path, name: str, count: int) -> list[int]:
     return [claim(home, ROUND, f"{name} {i}") for i in range(count)]
 
