@@ -55,7 +55,8 @@ def stop(runs: Sequence[RunDir], now: bool = False) -> None:
                 if job.state is State.SILENT:  # its launcher cannot remove leftovers now
                     running.remove(run)
             elif time.monotonic() > deadline:
-                say(f"{run.name} has not stopped in time", "yellow")
+                why = f": {job.message}" if job.state is State.SILENT else ""
+                say(f"{run.name} has not stopped in time{why}", "yellow")
                 del deadlines[run]
         time.sleep(0.2)
     kill([handles[run] for run in running])
