@@ -96,10 +96,11 @@ class Api:
     def refusal(self, body: Object) -> ApiError | None:
         """Return why the server would not create an object, admission included; None if it would."""
         try:
-            self.create(body, dryRun="All")
+            taken = self.create(body, dryRun="All")
         except ApiError as e:
             return e
-        return None
+        lacks = "successPolicy" in body.get("spec", {}) and "successPolicy" not in taken["spec"]  # Kubernetes 1.30
+        return ApiError(422, "the cluster drops its successPolicy, which nodes=MIN:MAX needs") if lacks else None
 
     def read(self, api_version: str, kind: str, name: str) -> Object | None:
         """Return an object; None when there is none of this name, or the cluster does not know the kind."""

@@ -33,12 +33,12 @@ def job_objects(job: Job) -> list[Object]:
 
 def jobset_objects(job: Job) -> list[Object]:
     """Translate for `workload=jobset`: one JobSet, which is suspended as a whole and brings its own Service."""
-    names = names_of(job)
+    cluster, names = cluster_of(job.config), names_of(job)
     return [
         fill(
             "jobset",
-            metadata=_metadata(job, names.app, cluster_of(job.config).queue),
-            labels=names.labels,
+            metadata=_metadata(job, names.app, cluster.queue),
+            inner={"labels": {**cluster.labels, **names.labels}, "annotations": cluster.annotations or None},
             keep_s=_keep_s(job),
             coordinator=fill("job_coordinator", template=coordinator_pod(job))["spec"],
             nodes=_nodes(job, node_pod(job, _in_gang(names), _INDEX))["spec"],

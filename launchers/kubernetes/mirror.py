@@ -101,7 +101,7 @@ class _Mirror:
         file = self.run.path / name
         if file.suffix == ".json":
             write_atomic(file, line)
-        elif not (name == "events.jsonl" and json.loads(line)["event"] == Submitted.kind):  # submission has written it
+        elif name != "events.jsonl" or f'"event": "{Submitted.kind}"' not in line:  # submission has written it
             file.parent.mkdir(parents=True, exist_ok=True)
             with file.open("a") as f:
                 f.write(line)

@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from fsdp_jobs.config.errors import BadInput
@@ -29,6 +30,7 @@ from fsdp_jobs.launchers.kubernetes.labels import (
     job_files,
     pods_write_here,
 )
+from fsdp_jobs.launchers.supervisor import patiently
 from fsdp_jobs.run import events, log
 from fsdp_jobs.run.directory import RunDir, rank_logs
 from fsdp_jobs.run.files import write_atomic, write_json
@@ -64,10 +66,14 @@ def coordinate(run: RunDir, app: str, argv: Sequence[str]) -> int:
 
     A job that ends before its files are in the run directory leaves a mark beside it, for the nodes that wait.
     """
-    if not pods_write_here(run, app):
+    if not patiently(partial(pods_write_here, run, app)):
+        if ended_early(run, app).exists():
+            why = f"this pod began so late that the nodes' pods have left: fsdp-jobs resume {run.name}"
+            _leave_word(Verdict("infrastructure", "stop", why), -1)
+            return EXIT_FAILED
         try:
-            seed(run)
-            write_atomic(run.written_by, app)
+            patiently(partial(seed, run))
+            patiently(partial(write_atomic, run.written_by, app))
         except Exception as e:
             with suppress(OSError):
                 ended_early(run, app).touch()
@@ -77,8 +83,8 @@ def coordinate(run: RunDir, app: str, argv: Sequence[str]) -> int:
             return EXIT_FAILED
     with CoordinatorsPublisher(run):
         code = attempts.main(*argv)
-    attempt = run.last_attempt()
-    verdict = Verdict.read(run, attempt)
+    attempt = patiently(run.last_attempt)
+    verdict = patiently(partial(Verdict.read, run, attempt))
     if verdict is not None:
         _leave_word(verdict, attempt)
     return code
@@ -116,10 +122,9 @@ def _files_come(run: RunDir, app: str) -> bool:
     wait_until(lambda: pods_write_here(run, app) or ended_early(run, app).exists(), _FILES_S, _POLL_S)
     if pods_write_here(run, app):
         return True
-    if ended_early(run, app).exists():
-        logger.error("the job has ended before its files were brought: the coordinator's pod says why")
-    else:
-        logger.error("no coordinator's pod has brought the job's files in %.0f s: this pod ends", _FILES_S)
+    logger.error("the coordinator's pod has not brought the job's files: the nodes' pods end")
+    with suppress(OSError):
+        ended_early(run, app).touch()
     return False
 
 
@@ -185,8 +190,8 @@ class Publisher(threading.Thread):
         """Publish what is new."""
         for pattern in self.patterns:
             for file in sorted(self.run_dir.path.glob(pattern)):
-                name = file.relative_to(self.run_dir.path)
-                if name.parts[0] != "attempts" or int(name.parts[1]) >= self.since:
+                folder, *rest = file.relative_to(self.run_dir.path).parts
+                if folder != "attempts" or (rest[0].isdecimal() and int(rest[0]) >= self.since):
                     tail = self._tails.setdefault(file, Tail(file))
                     for line in tail.lines():
                         self.publish_line(file, tail.offset, line)
@@ -200,7 +205,7 @@ class CoordinatorsPublisher(Publisher):
     """Publishes the run's records and the small files that are replaced as a whole; passes on requests to stop."""
 
     def __init__(self, run: RunDir):
-        super().__init__(run, ["*.jsonl"])
+        super().__init__(run, [run.events.name, run.metrics.name])
         self._published: dict[Path, int] = {}  # whole file -> its time of modification
 
     def publish(self) -> None:

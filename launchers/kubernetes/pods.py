@@ -51,10 +51,14 @@ def node_pod(job: Job, coordinator: str, node: str) -> Object:
     )
     if cluster.leaf_label is not None:
         own = merge(own, fill("pod_near", siblings=siblings, leaf_label=cluster.leaf_label))
+    pod = _pod(job, role, ["node", f"{coordinator}:{COORDINATOR_PORT}"], node, _user_env(cluster), own)
     if excluded := sorted(job.run.excluded_hosts()):
         elsewhere = [{"key": "metadata.name", "operator": "NotIn", "values": [host]} for host in excluded]
-        own = merge(own, fill("pod_elsewhere", elsewhere=elsewhere))
-    return _pod(job, role, ["node", f"{coordinator}:{COORDINATOR_PORT}"], node, _user_env(cluster), own)
+        pod = merge(fill("pod_elsewhere"), pod)
+        required = pod["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+        terms = required["nodeSelectorTerms"]  # one of them has to hold
+        required["nodeSelectorTerms"] = [merge({"matchFields": elsewhere}, term) for term in terms]
+    return pod
 
 
 def coordinator_pod(job: Job) -> Object:

@@ -198,6 +198,30 @@ def test_machines_that_failed_too_often_are_left_out(tmp_path: Path) -> None:
     kubernetes_validate.validate(nodes, NEWEST[-1], strict=True)
 
 
+def test_machines_are_left_out_of_those_that_a_patch_asks_for(tmp_path: Path) -> None:
+    """A pod may go to a machine that fulfils one of several terms."""
+    run = RunDir(tmp_path / "pretrain")
+    write_atomic(run.excluded, json.dumps({"bad-7": {"until": 1e12, "why": "3 failures"}}))
+    asked = [{"matchExpressions": [{"key": "pool", "operator": "In", "values": [pool]}]} for pool in ("a", "b")]
+    place = "requiredDuringSchedulingIgnoredDuringExecution"
+    patch = json.dumps({"affinity": {"nodeAffinity": {place: {"nodeSelectorTerms": asked}}}}).replace('"', "")
+    more = ("name=pretrain", "nodes=3", "cluster.workload=volcano", f"cluster.pod_patch={patch}")
+    config = compose_job([*COMMON, *more])
+    (body,) = WORKLOADS["volcano"].objects(Job(config, run, make_plan(config)))
+    first, *nodes = [task["template"]["spec"]["affinity"]["nodeAffinity"][place] for task in body["spec"]["tasks"]]
+    no_bad = [{"key": "metadata.name", "operator": "NotIn", "values": ["bad-7"]}]
+    assert first == {"nodeSelectorTerms": asked}
+    assert nodes == [{"nodeSelectorTerms": [{**term, "matchFields": no_bad} for term in asked]}] * 3
+
+
+def test_all_jobs_of_a_jobset_have_the_users_labels() -> None:
+    """A rule of the cluster may want an owner on every Job, those that JobSet's controller makes included."""
+    config = compose_job([*COMMON, "name=pretrain", "cluster.workload=jobset", "cluster.labels={team: nlp}"])
+    (body,) = WORKLOADS["jobset"].objects(Job(config, RunDir("/home/me/runs/pretrain"), make_plan(config)))
+    inner = [replicated["template"]["metadata"] for replicated in body["spec"]["replicatedJobs"]]
+    assert [metadata["labels"]["team"] for metadata in (body["metadata"], *inner)] == ["nlp"] * 3
+
+
 @pytest.mark.parametrize("name", ["Llama 3!", "7b", "x" * 100, "a.b_c", "---"])
 def test_names_of_objects_are_labels_that_leave_room_for_pods(name: str) -> None:
     app = app_of(name, "250101000000-0a1b2c")

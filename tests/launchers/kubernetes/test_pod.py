@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -53,16 +55,20 @@ def test_what_pods_publish_is_mirrored_once(
     append_lines(there.events, {"event": "submitted"})  # each side has its own
     append_lines(there.events, {"event": "round_started"})
     there.rank_log(1, 0, 3).write_text("a line\n\n@odd: one\n")
+    shutil.copytree(there.attempt(1), there.path / "attempts" / "1.bak")  # a user's copy
+    (there.path / "samples.jsonl").write_text('{"text": "of a program"}\n')
     Verdict("done", "stop", "all steps are done").write(there, 1)
     monkeypatch.setattr(pod, "POD_INFO", str(tmp_path))
     (tmp_path / "annotations").touch()
     with CoordinatorsPublisher(there), Publisher(there, ["attempts/*/node-0/rank-*.log"]):
         pass
     published = capfd.readouterr().out.splitlines(keepends=True)
+    assert not [line for line in published if "samples" in line or "1.bak" in line], "nobody copies that"
 
     logs = Logs()
     strange = ["@../../etc/passwd:1 x\n", "@submit/token:1 x\n", "Traceback (most recent call last):\n"]
-    logs.lines["first"] = [*published[: len(published) // 2], *strange]
+    strange.append('@events.jsonl:1 {"event": "round2026-11-23 WARNING link: in the middle of a long line\n')
+    logs.lines["first"] = [*strange, *published[: len(published) // 2]]
     logs.lines["second"] = published  # the next pod publishes everything again
     mirror.pull(here, logs, [logs.pod("first")])  # type: ignore[arg-type]
     mirror.pull(here, logs, [logs.pod("first", "terminated"), logs.pod("second", "terminated")])  # type: ignore[arg-type]
@@ -213,12 +219,48 @@ def test_attempts_go_on_from_those_that_only_the_submit_machine_has(
     assert run.first_attempt() == 3
 
 
+def test_a_claim_that_fails_for_a_moment_ends_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its coordinator's pod ended with 1, which fails the job, and is tried no second time."""
+    run, mounts, word = RunDir(tmp_path / "runs" / "x"), tmp_path / "mounts", tmp_path / "word"
+    for name, value in (
+        ("JOB_FILES", mounts),
+        ("TOKEN_FILES", mounts),
+        ("POD_INFO", mounts),
+        ("TERMINATION_LOG", word),
+    ):
+        monkeypatch.setattr(pod, name, str(value))
+    for name, text in (("config.yaml", "steps: 1"), ("job.json", "{}"), ("token", "secret"), ("annotations", "")):
+        write_atomic(mounts / name, text)
+
+    def sick_at_first(works: Callable[..., Any]) -> Callable[..., Any]:
+        failures = [OSError(116, "Stale file handle")]
+
+        def sick(*args: Any, **more: Any) -> Any:
+            if failures:
+                raise failures.pop()
+            return works(*args, **more)
+
+        return sick
+
+    def attempts(*_: str) -> int:
+        Verdict("done", "stop", "all steps are done").write(run, 0)
+        return EXIT_DONE
+
+    monkeypatch.setattr(pod.attempts, "main", attempts)
+    for name in ("pods_write_here", "write_atomic", "seed"):
+        monkeypatch.setattr(pod, name, sick_at_first(getattr(pod, name)))
+    monkeypatch.setattr(Verdict, "read", sick_at_first(Verdict.read))
+    assert pod.coordinate(run, "app", []) == EXIT_DONE
+    assert json.loads(word.read_text())["verdict"] == "done" and run.written_by.read_text() == "app"
+
+
 def test_nodes_end_when_their_job_was_refused_before_its_files_came(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, mounts, word = RunDir(tmp_path / "runs" / "x"), tmp_path / "mounts", tmp_path / "word"
     for name, value in (("JOB_FILES", mounts), ("TOKEN_FILES", mounts), ("TERMINATION_LOG", word)):
         monkeypatch.setattr(pod, name, str(value))
+    monkeypatch.setattr("fsdp_jobs.launchers.supervisor.MOMENT_S", 0.0)
     run.path.mkdir(parents=True)  # and nothing is mounted: the coordinator's pod dies of it
     node = threading.Thread(target=lambda: codes.append(pod.follow(run, "bobs-app", ["--node", "0"])))
     codes: list[int] = []
@@ -229,9 +271,16 @@ def test_nodes_end_when_their_job_was_refused_before_its_files_came(
     assert codes == [EXIT_DONE], "with another code Kubernetes makes another pod, which waits as well"
 
 
-def test_nodes_do_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_do_not_wait_for_ever_and_a_coordinator_that_comes_too_late_waits_for_none_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kubernetes makes no new pods for those that ended with 0, and nodes are waited for up to a week."""
+    run, word = RunDir(tmp_path / "x"), tmp_path / "word"
+    monkeypatch.setattr(pod, "TERMINATION_LOG", str(word))
     monkeypatch.setattr(pod, "_FILES_S", 0.0)
-    assert pod.follow(RunDir(tmp_path / "runs" / "x"), "app", ["--node", "0"]) == EXIT_DONE
+    assert pod.follow(run, "app", ["--node", "0"]) == EXIT_DONE
+    assert pod.coordinate(run, "app", []) == EXIT_FAILED
+    assert "nodes' pods have left" in json.loads(word.read_text())["reason"] and not run.path.exists()
 
 
 def test_a_nodes_pod_sees_at_once_that_the_jobs_files_have_come_simulated_nfs(tmp_path: Path) -> None:

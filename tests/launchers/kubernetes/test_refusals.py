@@ -347,6 +347,22 @@ def test_a_webhook_that_takes_no_dry_runs_keeps_no_job_out(api: SimulatedApi) ->
     assert submission.prepare([compose_job(JOB)])[0].request.objects
 
 
+def test_a_cluster_that_drops_what_elastic_jobs_need_is_said_to_be_too_old(
+    api: SimulatedApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kubernetes 1.30 knows the field, and drops it without a word."""
+    create = api._create
+
+    def drops(group: str, plural: str, query: dict[str, str], body: Object) -> tuple[int, Object]:
+        body.get("spec", {}).pop("successPolicy", None)
+        return create(group, plural, query, body)
+
+    monkeypatch.setattr(api, "_create", drops)
+    said = refused("nodes=2:4")
+    assert "Job x-" in said and "drops its successPolicy" in said and "1.31 or newer" in said
+    assert submission.prepare([compose_job([*JOB, "nodes=2"])])
+
+
 def test_a_user_who_may_not_list_events_submits_and_asks_all_the_same(api: SimulatedApi) -> None:
     api.denied.add(("list", "events"))
     (handle,) = submission.submit(submission.prepare([compose_job(JOB)]), [JOB])
