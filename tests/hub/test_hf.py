@@ -48,7 +48,6 @@ def _save_models(folder: str) -> None:
     gpt2.save_pretrained(f"{folder}/gpt2")
     bare = {n.removeprefix("transformer."): v.clone() for n, v in gpt2.state_dict().items() if n != "lm_head.weight"}
     save_file(bare, f"{folder}/gpt2/model.safetensors")
-    Path(f"{folder}/gpt2/._model.safetensors").write_bytes(b"\0\5\26\7")  # as a Mac leaves
     sizes = {"num_local_experts": 4, "num_experts_per_tok": 2}
     t.MixtralForCausalLM(t.MixtralConfig(**_SHAPE, **sizes)).save_pretrained(f"{folder}/mixtral")
 
@@ -198,6 +197,17 @@ def _save_forms(folder: str) -> None:
     dcp.save({**state, **rest}, checkpoint_id=f"{folder}/titan", no_dist=True)
     dcp.save({f"model.{n}": t for n, t in state.items()}, checkpoint_id=f"{folder}/titan_model", no_dist=True)
     torch.save({n: t for n, t in state.items() if "layers.1." not in n}, f"{folder}/one_layer.bin")
+
+
+def test_files_that_a_mac_hides_beside_weights_are_none(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    from fsdp_jobs.hub.pretrained import _open
+
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    (tmp_path / "._model.safetensors").write_bytes(b"\0\5\26\7")
+    assert _open(tmp_path, "init_from")[0] == {"a": (2,)}
 
 
 def _from_elsewhere(folder: str) -> tuple[dict[str, float], dict[str, str]]:
