@@ -8,15 +8,17 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
 from fsdp_jobs.node.lines import Reader, Reading
 from fsdp_jobs.run.directory import RunDir
-from fsdp_jobs.run.events import append_lines
+from fsdp_jobs.run.events import RoundStarted, append_lines, newest_of
 from fsdp_jobs.run.goodput import StepClock
 from fsdp_jobs.run.messages import Round
 from fsdp_jobs.run.rank_state import RankState
+from fsdp_jobs.run.record import JsonObject
 from fsdp_jobs.run.tail import Tail, newest_json_lines, size_of
 from fsdp_jobs.run.term import job_time
 from fsdp_jobs.run.threads import start_thread
@@ -103,19 +105,36 @@ class _Followed:
     looked_at: float  # seconds since 1970
     is_behind: bool = False  # the log had more than is read at once
     newest: dict[str, Any] = field(default_factory=dict)  # line of metrics.jsonl in this round
-    recorded: dict[str, Any] | None = None  # the newest line of earlier rounds, once it was needed
     epoch: int | None = None  # of the newest line that has one, and over all epochs its step and its epoch's end
     step: int = -1
     end: int = 0
     before: int = 0  # steps of the epochs before, if each begins with the first step
+    left_out: int | None = None  # steps, by the first bar without an epoch
     is_over_all: bool = False  # whether the program counts steps, and their total, over all epochs
 
+    @cached_property
+    def recorded(self) -> list[JsonObject]:
+        """The two newest lines of earlier rounds, the newest first."""
+        return [*islice(newest_json_lines(self.run.metrics), 2), {}, {}][:2]
+
+    @property
+    def between(self) -> int:
+        """Steps between two lines of earlier rounds, at least 1."""
+        last, before = self.recorded
+        between: int = last.get("step", 0) - before.get("step", 0)
+        return max(1, between)
+
     def new(self, is_end: bool) -> Iterator[Reading]:
-        """Yield later steps in new lines, including an unfinished last line at the end of the log."""
+        """Yield later steps in new lines, including an unfinished last line at the end of the log.
+
+        A program that resumes may pass steps over, still without a loss; they are left out.
+        """
         reached = self.newest.get("step", -1)
         for line in self._lines(is_end):
             reading = self.reader.read(line[:_LONGEST_LINE].decode(errors="replace"))
-            if reading is not None and (counted := self._over_epochs(reading)).step > reached:
+            if reading is None or (counted := self._over_epochs(reading)).step <= reached:
+                continue
+            if reached >= 0 or counted.loss is not None or "loss" not in self.recorded[0]:
                 reached = counted.step
                 yield counted
 
@@ -126,19 +145,22 @@ class _Followed:
         steps of programs that count over all epochs are recorded without one. An epoch of unknown length ends with the
         last step printed.
         """
+        last = self.recorded[0]
         if (epoch := reading.epoch) is None:
-            return reading
+            steps = last.get("steps", 0)
+            if self.left_out is None:
+                self.left_out = self._left_out(reading, steps, last.get("step", 0))
+            is_rest = reading.steps == steps - self.left_out
+            return replace(reading, step=reading.step + self.left_out, steps=steps) if is_rest else reading
         if epoch < 0:  # counted from that in which the program resumed, which is not later than those recorded
-            if self.recorded is None:
-                self.recorded = next(newest_json_lines(self.run.metrics), {})
-            if self.recorded.get("epoch", 0) > 0:
+            if last.get("epoch", 0) > 0:
                 return replace(reading, step=-1)
             epoch = -1 - epoch
-            reading = replace(reading, epoch=epoch, steps=reading.steps or self.recorded.get("epoch_end"))
+            reading = replace(reading, epoch=epoch, steps=reading.steps or last.get("epoch_end"))
         is_recorded = False
         if self.epoch is None:
             lines = (line for line in newest_json_lines(self.run.metrics) if line.get("epoch", epoch + 1) <= epoch)
-            last = next(lines, {})
+            newest = last = next(lines, dict[str, Any]())
             while last.get("epoch") == epoch:
                 is_recorded = True
                 last = next(lines, {})
@@ -146,12 +168,25 @@ class _Followed:
         if epoch != self.epoch:
             begins_anew = is_recorded or reading.step <= self.step
             self.before = self.end if begins_anew else 0
+            if is_recorded:
+                self.before += self._left_out(reading, newest.get("epoch_end", 0) - self.end, newest["step"] - self.end)
             self.is_over_all = not begins_anew and self.epoch is not None
         elif self.before + reading.step <= self.step:
             return replace(reading, step=-1)  # maybe of an evaluation
         self.epoch, self.step = epoch, self.before + reading.step
         self.end = self.before + reading.steps if reading.steps else self.step + 1
         return replace(reading, epoch=None) if self.is_over_all else replace(reading, step=self.step, steps=self.end)
+
+    def _left_out(self, reading: Reading, last: int, reached: int) -> int:
+        """Return how many steps a bar leaves out that counts from where the program resumed: `tqdm(range(start, end))`.
+
+        It ends so much earlier than in earlier rounds, which had as many ranks and have reached its start.
+        """
+        left_out = last - (reading.steps or last)
+        if reading.step > self.between or not 0 < left_out <= reached:
+            return 0
+        sizes = {round_.world_size for round_ in islice(newest_of(self.run, RoundStarted), 2)}
+        return left_out if len(sizes) < 2 else 0
 
     def _lines(self, is_end: bool) -> Iterator[bytes]:
         """Yield up to 2 MiB of new lines, all at the end. A progress bar ends its line only when it prints the next."""
@@ -168,10 +203,8 @@ class _Followed:
         line: dict[str, Any] = {"step": reading.step, "loss": reading.loss, "epoch": reading.epoch}
         line["steps" if reading.epoch is None else "epoch_end"] = reading.steps
         if not self.newest:
-            last, before = [*islice(newest_json_lines(self.run.metrics), 2), {}, {}][:2]
-            between = last.get("step", 0) - before.get("step", 0)
-            line["resumed"] = max(0, min(reading.step - 1, self.before), reading.step - max(1, between))
-            step_s = last.get("step_s", 0.0)
+            line["resumed"] = max(0, min(reading.step - 1, self.before), reading.step - self.between)
+            step_s = self.recorded[0].get("step_s", 0.0)
             self.clock.resume(line["resumed"], at - (reading.step - line["resumed"]) * step_s)
         else:
             step_s = (at - self.newest["time"]) / (reading.step - self.newest["step"])

@@ -13,6 +13,7 @@ import pytest
 from fsdp_jobs.node import output as output_module
 from fsdp_jobs.node.lines import Reader, Reading
 from fsdp_jobs.node.output import OutputMetrics
+from fsdp_jobs.run import events
 from fsdp_jobs.run.directory import RunDir
 from fsdp_jobs.run.files import lock
 from fsdp_jobs.run.messages import Round
@@ -677,6 +678,46 @@ def test_a_bar_of_no_epoch_is_read_after_a_resume_if_only_one_was_recorded(
         output.close()
     lines = list(read_json_lines(run.metrics))
     assert [line["step"] for line in lines] == [1, 40, 51, 90][: 2 * epochs] + after
+
+
+@pytest.mark.parametrize("name", ["Steps: ", "", "Epoch 2: "])
+def test_a_bar_of_the_rest_counts_from_where_the_program_resumed(tmp_path: Path, name: str) -> None:
+    """As `tqdm(range(20, 50))`, whose steps seemed to be lost."""
+    run, log = RunDir(tmp_path), RunDir(tmp_path).rank_log(0, 0, 0)
+    log.parent.mkdir(parents=True)
+    bar = name + " 10%|█         | {}/{} [00:10<01:30,  4.91it/s, loss=2.3]"
+    for ranks, bars in (
+        (2, [(1, 50), (39, 50), (40, 50)]),
+        (2, [(1, 30), (29, 30), (30, 30)]),
+        (4, [(1, 25), (2, 25)]),
+    ):
+        events.record(run, 0, events.RoundStarted([0], ["a"], "full_shard", 1, world_size=ranks))
+        output = OutputMetrics(None, run, 0, 0, [])
+        output.begin_round(ALONE)
+        with log.open("a") as f:
+            f.writelines("\r" + bar.format(step, last) for step, last in bars)
+        output.close()
+    lines = list(read_json_lines(run.metrics))
+    assert [line["step"] for line in lines] == [1, 39, 40, 21, 49, 50, 1, 2]  # an epoch of four ranks is shorter
+    assert [line.get("steps", line.get("epoch_end")) for line in lines] == [*[50] * 6, 25, 25]
+    assert [line["resumed"] for line in lines if "resumed" in line] == [0, 20, 0]
+
+
+def test_a_bar_that_passes_steps_over_repeats_none_of_them(tmp_path: Path) -> None:
+    """As those of diffusers, which have a loss once the program trains."""
+    run, log = RunDir(tmp_path), RunDir(tmp_path).rank_log(0, 0, 0)
+    log.parent.mkdir(parents=True)
+    bar = "Epoch 1:  10%|█         | {}/50 [00:10<01:30,  4.91it/s{}]"
+    for passed, trained in (((1,), (1, 39, 40)), ((5, 30), (31, 32))):
+        output = OutputMetrics(None, run, 0, 0, [])
+        output.begin_round(ALONE)
+        with log.open("a") as f:
+            f.writelines("\r" + bar.format(step, "") for step in passed)
+            f.writelines("\r" + bar.format(step, ", loss=2.3") for step in trained)
+        output.close()
+    lines = list(read_json_lines(run.metrics))
+    assert [line["step"] for line in lines] == [1, 39, 40, 31, 32]
+    assert [line["resumed"] for line in lines if "resumed" in line] == [0, 30]
 
 
 def test_an_epochs_length_is_no_total_of_steps_over_all_epochs(tmp_path: Path) -> None:
