@@ -130,6 +130,7 @@ class Reader:
         self._loss: dict[str, str | None] = {}  # printed by the Trainer; its progress bar shows the step next
         self._step: dict[str, str | None] = {}  # of the line above, or above the indented ones; its loss may follow
         self._is_heading = False  # whether that line has nothing else, so that its loss need not be indented
+        self._broken = ""  # the line above, if Rich broke it before its loss
         self._epoch: dict[str, str | None] = {}  # of the last title
         self._bars: dict[str | None, int] = {}  # last -> newest step of progress bars without a name
         self._last: str | None = None  # of the first such bar with a loss
@@ -140,6 +141,9 @@ class Reader:
 
     def read(self, line: str) -> Reading | None:
         """Parse a line; None if it shows no step."""
+        if line[:1].isspace():
+            line = self._broken + line
+        self._broken = line.rstrip() if line.rstrip().endswith("Loss:") else ""
         if self._pattern is None and not any(map(line.lower().__contains__, _WORDS)):  # patterns take ten times as long
             is_title = line.rstrip().endswith((":", "{")) and _VALIDATION.search(line)
             self._step = self._step if line[:1].isspace() and not is_title else {}

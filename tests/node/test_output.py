@@ -329,6 +329,15 @@ def test_lines_that_rich_breaks_and_indents_are_read() -> None:
         for line in (f"{'[10:00:00]' if step == 1 else ' ' * 10} INFO     step {step}/9", " " * 20 + f"loss {step}.5")
     ]
     assert [*map(reader.read, lines)] == [None, Reading(1, 9, 1.5), None, Reading(2, 9, 2.5)]
+    lines = [  # fairseq2's, from step 100 on
+        line
+        for kind in ("Train", "Validation")
+        for line in (
+            f"           INFO     fairseq2 - {kind} Metrics (step 100) - NLL Loss:  ",
+            "                    5.632 | Gradient Norm: 1.2 | Wall Time: 3.1s",
+        )
+    ]
+    assert [*map(reader.read, lines)] == [None, Reading(100, None, 5.632), None, None]
 
 
 def test_a_pattern_of_the_users_own() -> None:
