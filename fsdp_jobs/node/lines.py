@@ -58,7 +58,7 @@ _RESTORED = _pattern(rf"""
 _LOSS = _pattern(rf"""
     (?<![\w/])(?=[almrst]){_NO_TRAINING}
     (?<!aux[ ])(?<!balance[ ])(?<!best[ ])(?<!z-)  # parts of a loss that has several
-    (?:(?:train(?:ing)?|step|total|avg|avr|mean|running|lm|reduced_train)[_ /])?
+    (?:(?:train(?:ing)?|step|total|avg|avr|mean|running|lm|reduced_train)[_ /-])?
     (?:crossentropy)?loss(?:_step|[ ]train|(?:/(?!val|eval|test)\w++)++(?!/))?
     ['"]?\s*+[:=]?\s*+['"]?(?:(?:tensor|array|[\w.]*float\d+)\()?
     (?!0(?![.\d'"]))(?P<loss>{_NUMBER})  # 0 is a sum that has not begun

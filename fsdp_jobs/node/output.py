@@ -183,7 +183,8 @@ class _Followed:
         It ends so much earlier than in earlier rounds, which had as many ranks and have reached its start.
         """
         left_out = last - (reading.steps or last)
-        if reading.step > self.between or not 0 < left_out <= reached:
+        begins = reading.step <= self.between and reading.step != reading.steps  # equal in a bar without an end
+        if not (begins and 0 < left_out <= reached):
             return 0
         sizes = {round_.world_size for round_ in islice(newest_of(self.run, RoundStarted), 2)}
         return left_out if len(sizes) < 2 else 0

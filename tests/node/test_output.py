@@ -84,6 +84,7 @@ LIGHTNING = "Epoch 1:  50%|█████     | 50/100 [00:05<00:05, 9.80it/s, 
         ("[eval] step 100 loss 2.3", None),
         ("12:00:00 - INFO - Evaluation at step 100: loss 2.3", None),
         ("Validation | step 100 | loss 2.3", None),
+        ("step = 1,000, tokens = 4,096,000, train-lm_loss = 2.1, train-loss = 2.3", Reading(1000, None, 2.3)),
         ("Val Epoch 1 | Batch 20/100 | Loss 2.5", None),
         ("run-eval: step 100 | loss 2.3 | val: 2.4", Reading(100, None, 2.3)),
         ("step 100 | val: 2.4 | aux loss 0.1 | z-loss 0.01 | ce-loss 2.3", Reading(100, None, 2.3)),
@@ -710,6 +711,18 @@ def test_a_bar_of_the_rest_counts_from_where_the_program_resumed(tmp_path: Path,
     assert [line["step"] for line in lines] == [1, 39, 40, 21, 49, 50, 1, 2]  # an epoch of four ranks is shorter
     assert [line.get("steps", line.get("epoch_end")) for line in lines] == [*[50] * 6, 25, 25]
     assert [line["resumed"] for line in lines if "resumed" in line] == [0, 20, 0]
+
+
+def test_a_bar_without_an_end_leaves_no_steps_out(tmp_path: Path) -> None:
+    run, log = RunDir(tmp_path), RunDir(tmp_path).rank_log(0, 0, 0)
+    log.parent.mkdir(parents=True)
+    for steps in ((1, 39, 40), (1, 2)):  # from the epoch's beginning
+        output = OutputMetrics(None, run, 0, 0, [])
+        output.begin_round(ALONE)
+        with log.open("a") as f:
+            f.writelines(f"\rEpoch 1: {step}it [00:10,  4.91it/s, loss=2.3]" for step in steps)
+        output.close()
+    assert [line["step"] for line in read_json_lines(run.metrics)] == [1, 39, 40, 1, 2]
 
 
 def test_a_bar_that_passes_steps_over_repeats_none_of_them(tmp_path: Path) -> None:
