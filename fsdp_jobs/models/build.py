@@ -57,7 +57,8 @@ def find_blocks(
 
     With `fsdp.wrap=layer` these are the modules of the classes named here or in the configuration. Without such names
     they are the layers that a transformers model names itself; in any other model the members of its module lists or,
-    without lists, the modules of a class that an `nn.Sequential` repeats.
+    without lists, the modules of a class that an `nn.Sequential` repeats. A module that shares a weight with one
+    outside of it is none: FSDP would train the weight as two.
 
     Raises:
         ValueError: no module has one of the named classes, or a custom model has no list of layers.
@@ -72,9 +73,11 @@ def find_blocks(
     if named and not found:
         there = sorted({type(m).__name__ for m in model.modules()})
         raise ValueError(f"model.wrap_classes={named} matches no module; the model has {', '.join(there)}")
-    found = found or [*_members(model)] or [*_repeated(model)]
+    holders = _holders(model)
+    found = [m for m in found or [*_members(model)] or [*_repeated(model)] if not _shares(m, holders)]
     if not found and isinstance(model_config, CustomModelConfig):
-        raise ValueError("the model has no list of layers: name their class, model.wrap_classes='[Block]'")
+        what = "the model has no list of layers with weights of their own"
+        raise ValueError(f"{what}: name their class, model.wrap_classes='[Block]'")
     return found
 
 
@@ -96,15 +99,28 @@ def _repeated(module: nn.Module) -> Iterator[nn.Module]:
         yield from found or _repeated(child)
 
 
+def _holders(module: nn.Module) -> Counter[nn.Parameter]:
+    """Count the modules that hold each parameter."""
+    return Counter(p for m in module.modules() for p in m.parameters(recurse=False))
+
+
+def _shares(module: nn.Module, holders: Counter[nn.Parameter]) -> bool:
+    """Return whether a module outside this one holds one of its parameters."""
+    return any(count < holders[p] for p, count in _holders(module).items())
+
+
 def _blocks_by_size(module: nn.Module, min_num_params: int) -> list[nn.Module]:
     """Return the smallest modules with at least `min_num_params` parameters not held by a deeper unit."""
     units: list[nn.Module] = []
+    holders = _holders(module)
 
     def visit(m: nn.Module) -> int:
+        at = len(units)
         rest = sum(p.numel() for p in m.parameters(recurse=False)) + sum(map(visit, m.children()))
-        if rest < min_num_params or m is module or isinstance(m, nn.ModuleList | nn.ModuleDict):
+        is_list = isinstance(m, nn.ModuleList | nn.ModuleDict)
+        if rest < min_num_params or m is module or is_list or _shares(m, holders):
             return rest
-        units.append(m)
+        units.insert(at, m)  # before those inside it
         return 0
 
     visit(module)

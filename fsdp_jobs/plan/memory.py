@@ -183,7 +183,7 @@ def _moments(
         A block's backward begins with all of its activations and its first weight's gradient, and ends with
         all of its gradients and none of its activations.
         """
-        reduced = max(early, (head + (k - 1) * block) * b_m)
+        reduced = max(early, (head + min((k - 1) * block, blocks)) * b_m)
         left = max(0, shape.numel - shape.head.numel - (k - 1) * shape.largest.numel) * b_sum
         more = max(0, min(backward_ahead, n - k) - 1) * arriving  # beyond the next one
         freed = 0 if reshard else min(k - 1, n - 1) * blocks // n * group * b_p  # each block's after its backward
@@ -246,13 +246,15 @@ def offloaded_blocks(shape: ModelShape, fsdp: FsdpConfig) -> int:
 
 
 def _activations(shape: ModelShape, fsdp: FsdpConfig, data: DataConfig, b_p: int, scores: int) -> tuple[int, int, int]:
-    """Return the bytes that a unit keeps for backward (mean), that the head keeps, and that backward adds.
+    """Return the bytes that a unit keeps for backward (mean), that the head keeps, and that backward adds (most).
 
     A unit may have several layers, or a part of one. It is recomputed as a whole, from its input.
     """
-    a, tokens, kind = shape.activations, data.micro_batch * data.seq_len, shape.recomputed(fsdp)
-    layers = a.layers / max(1, shape.n_blocks)
-    full = tokens * layers * (a.block_saved * b_p + (a.block_saved_fp32 + scores) * 4)
+    a, tokens, kind, units = shape.activations, data.micro_batch * data.seq_len, shape.recomputed(fsdp), shape.n_blocks
+    layer = tokens * (a.block_saved * b_p + (a.block_saved_fp32 + scores) * 4)
+    loose = shape.root_layers * layer / max(1, units)
+    layers = (a.layers - shape.root_layers) / max(1, units)
+    full = layers * layer
     inputs = tokens * a.block_input * b_p
     selective = min(full, inputs + tokens * layers * a.block_matmul * b_p)
     head = tokens * (a.head_saved * b_p + a.head_saved_fp32 * 4)
@@ -264,5 +266,5 @@ def _activations(shape: ModelShape, fsdp: FsdpConfig, data: DataConfig, b_p: int
         "every_n": (kept_input + (every - 1) * full) // every,
         "selective": selective - inputs + kept_input,
     }[kind]
-    recomputed = {"none": 0, "selective": full - selective}.get(kind, full)
-    return int(kept), head, int(recomputed) + tokens * (a.block_peak * b_p + scores * 4)
+    recomputed = {"none": 0, "selective": full - selective}.get(kind, full) * shape.unit_layers / (layers or 1)
+    return int(kept + loose), head, int(recomputed) + tokens * (a.block_peak * b_p + scores * 4)

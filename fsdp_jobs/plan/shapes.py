@@ -101,6 +101,8 @@ class ModelShape(Record):
     frozen: int = 0  # parameters without gradients and optimizer state
     buffers: int = 0  # bytes; FSDP does not shard them
     unmeasured: str = ""  # why activations and FLOPs are not known: FLOPs are then estimated, activations missing
+    unit_layers: float = 1.0  # of the unit that has most
+    root_layers: float = 0.0  # in no unit: never recomputed
     positions: int = 0  # longest sample that a transformers model has positions for, tokens; 0: any
 
     @property

@@ -172,26 +172,31 @@ def _compute(config: JobConfig, shape: ModelShape, layout: Layout, dtype: str, t
     # A frozen weight has no gradient of its own, only that of its input. Flash attention's backward runs five matmuls
     # against two (Dao et al. 2022, arXiv:2205.14135).
     backward = ((1 + trained) * matmul + 2.5 * attention + 2 * passes) * per_block
-    again = forward - tokens * a.last_flops / matmul_rate * per_block  # torch stops once nothing is missing
-    backward += {
-        "none": 0.0,
-        "full": again,
-        "every_n": again / fsdp.activation_checkpointing_every,
-        "selective": passes * per_block,  # matmuls and attention are kept
-    }[shape.recomputed(fsdp)]
+    again = matmul + attention + passes - tokens * a.last_flops / matmul_rate  # torch stops once nothing is missing
+    in_units = (a.layers - shape.root_layers) / max(1, shape.n_blocks)
+    backward += (
+        in_units
+        * {
+            "none": 0.0,
+            "full": again,
+            "every_n": again / fsdp.activation_checkpointing_every,
+            "selective": passes,  # matmuls and attention are kept
+        }[shape.recomputed(fsdp)]
+    )
     loss_bytes = tokens * a.vocab * LOSS_BYTES
     if chunk := loss_chunk(fsdp, tokens, a.vocab if a.linear_head else 0, layout.chunked_loss):
         sums = -(-tokens // chunk) * a.head_flops // 2 * (8 if b_p == 4 else 8 + 2 * b_p)
         loss_bytes = tokens * a.vocab * CHUNKED_LOSS_BYTES + sums
     head = (2 + trained) * tokens * a.head_flops / matmul_rate + loss_bytes * per_byte
 
-    shard, block = shape.shard_numel(layout.shard_group), shape.largest.numel
+    shard = shape.shard_numel(layout.shard_group)
+    block = sum(b.numel * b.count for b in shape.blocks) / max(1, shape.n_blocks)  # mean
     cast = b_m + b_p if b_m != b_p else 0
     updated = shard * trained * (UPDATE_PASSES + CLIP_PASSES) * b_m  # bytes
     update = updated * per_byte
     if fsdp.cpu_offload:
         update = updated * ranks_per_node(config) / HOST_UPDATE_BYTES_PER_S
-    gathered = (2 * b_p * block + cast * shape.largest.shard_numel(layout.shard_group)) * per_byte
+    gathered = (2 * b_p + cast / layout.shard_group) * block * per_byte
     gradients = block * trained
     reduced = gradients * (b_p + b_r) * per_byte
     passed = gradients * 2 * b_r * per_byte if layout.shard_group == 1 else 0.0

@@ -256,9 +256,16 @@ def activations_of(
 
 
 def units_of(
-    model: nn.Module, blocks: Sequence[nn.Module], head: Sequence[nn.Module], activations: Activations
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    layers: Sequence[nn.Module],
+    head: Sequence[nn.Module],
+    activations: Activations,
 ) -> ModelShape:
-    """List the model's parameters by FSDP unit, as job/sharding.py makes them: blocks, head, and the rest."""
+    """List the model's parameters by FSDP unit, as job/sharding.py makes them: blocks, head, and the rest.
+
+    A unit has as much of a layer as of its parameters.
+    """
     names = {p: n for n, p in model.named_parameters()}
     taken: set[nn.Parameter] = set()
 
@@ -267,16 +274,22 @@ def units_of(
         taken.update(own)
         return tuple((names[p], tuple(p.shape)) for p in own)
 
+    share: dict[str, float] = {}  # of a layer
+    for layer in layers[::-1]:
+        its = {names[p]: p.numel() for p in layer.parameters() if names[p] not in share}
+        share |= {name: size / sum(its.values()) for name, size in its.items()}
     made = [(f"block {i}", unit([b])) for i, b in reversed([*enumerate(blocks)])][::-1]  # those inside others first
     head_unit, root = Unit("head", unit(head)), Unit("root", unit([model]))
+    held = [round(sum(share.get(name, 0.0) for name, _ in params), 6) for _, params in made]  # layers
     holders = Counter(p for _, p in model.named_parameters(remove_duplicate=False))
     of_head = {n for n, _ in head_unit.params}
     if any(count > 1 and names[p] in of_head for p, count in holders.items()):
         # A weight that the head shares is gathered first and reduced last, like a root's.
-        whole = Unit("root", root.params + head_unit.params)
-        return ModelShape(whole, merged(made), activations, waiting=head_unit.numel)
-    # Without a head of its own, all of the root's gradients may exist before the blocks' backward.
-    return ModelShape(root, merged(made), activations, head_unit, waiting=0 if head_unit.params else root.numel)
+        root, head_unit, waiting = Unit("root", root.params + head_unit.params), Unit("head", ()), head_unit.numel
+    else:  # Without a head of its own, all of the root's gradients may exist before the blocks' backward.
+        waiting = 0 if head_unit.params else root.numel
+    most, loose = max(held, default=0.0), max(0.0, activations.layers - sum(held))
+    return ModelShape(root, merged(made), activations, head_unit, waiting=waiting, unit_layers=most, root_layers=loose)
 
 
 def positions_of(model: nn.Module) -> int:
@@ -319,7 +332,7 @@ def shape_of(config: JobConfig) -> ModelShape:
     head = head_modules_of(model) if config.fsdp.wrap == "layer" else []
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     buffers = sum(b.numel() * b.element_size() for b in model.buffers())
-    units = units_of(model, blocks, head, activations)
+    units = units_of(model, blocks, layers, head, activations)
     return replace(units, positions=positions, frozen=frozen, buffers=buffers, unmeasured=unmeasured)
 
 

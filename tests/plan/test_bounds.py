@@ -74,7 +74,7 @@ def probed(kind: str, seq_len: int) -> ModelShape:
         with FakeTensorMode():
             model = OfBiased(width=1024)
             blocks = list(model.blocks)
-            return shape_probe.units_of(model, blocks, [], shape_probe.activations_of(model, blocks, seq_len))
+            return shape_probe.units_of(model, blocks, blocks, [], shape_probe.activations_of(model, blocks, seq_len))
     with TemporaryDirectory() as folder:
         tokens = {"vocab_size": 32000, "bos_token_id": 1, "eos_token_id": 2}
         Path(folder, "config.json").write_text(json.dumps({"model_type": kind, **tokens, **PROBED[kind]}))

@@ -19,11 +19,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fsdp_jobs.config.resolve import param_dtype
 from fsdp_jobs.config.schema import DataConfig, FsdpConfig, LlamaConfig
 from fsdp_jobs.job import sharding
-from fsdp_jobs.models.llama import Llama, rotary_angles
+from fsdp_jobs.models.llama import Llama, TransformerBlock, rotary_angles
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.plan.memory import DTYPE_BYTES, GIB, Memory, peak_memory
-from fsdp_jobs.plan.shapes import ModelShape, Unit, llama_shape
+from fsdp_jobs.plan.shapes import ModelShape, Unit, llama_activations, llama_shape
 from fsdp_jobs.train.loss import TokenLoss
+from fsdp_jobs.train.shape_probe import units_of
 from tests.models import Experts
 
 SMALL = LlamaConfig(vocab_size=4096, dim=256, n_layers=4, n_heads=8, n_kv_heads=4, ffn_dim=768)
@@ -76,6 +77,30 @@ class NoHead(Llama):
         if name == "head_modules":
             raise AttributeError(name)
         return super().__getattribute__(name)
+
+
+class Body(nn.Module):
+    def __init__(self, layers: nn.ModuleList):
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        return x
+
+
+class Bodied(NoHead):
+    """Layers in a module beside embedding and output, as in transformers: one unit if cut by size."""
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__(config)
+        self.body = Body(self.layers)
+        del self.layers
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        cos, sin = rotary_angles(self.config, tokens.shape[1], tokens.device)
+        return self.output(self.norm(self.body(self.tok_embeddings(tokens), cos, sin)))  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -226,6 +251,23 @@ def test_seventy_billion_by_depth() -> None:
     whole = predicted(80)
     print(f"eighty: {whole.tensors / GIB:.2f} GiB predicted")
     assert whole.tensors / GIB == pytest.approx(32.31, rel=0.01)
+
+
+@pytest.mark.parametrize("kind", [Bodied, NoHead])
+def test_what_no_unit_has_or_one_unit_has_alone_is_not_freed(kind: type[Llama]) -> None:
+    """Cut by size, a unit has all layers, or the root has them beside units of embedding and output."""
+    config = replace(SMALL, vocab_size=8192)
+    fsdp = replace(FULL, wrap="size", min_num_params=2_000_000)
+    layout, batch = Layout("full_shard", 8, 8), data(512, 2)
+    with FakeTensorMode():
+        model = kind(config)
+        layers = [m for m in model.modules() if isinstance(m, TransformerBlock)]
+        found = sharding.find_blocks(model, config, fsdp)
+        shape = units_of(model, found, layers, [], llama_activations(config, "cpu", "bf16"))
+    measured = tracked(config, fsdp, layout, batch, 1, kind)["Total"]
+    predicted = peak_memory(shape, layout, fsdp, batch, "cpu", 1)
+    print(f"{kind.__name__}: {predicted.tensors / measured:.3f}")
+    assert predicted.tensors == pytest.approx(measured, rel=0.05)
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from fsdp_jobs.config.errors import BadInput
 from fsdp_jobs.config.hydra import compose_job
 from fsdp_jobs.config.schema import CustomModelConfig, FsdpConfig, JobConfig, LlamaConfig
+from fsdp_jobs.job import sharding
 from fsdp_jobs.models.build import build_model, find_blocks
 from fsdp_jobs.plan import shape_client
 from fsdp_jobs.plan.choose import price
@@ -31,6 +32,7 @@ from fsdp_jobs.plan.step_time import LAYER_MATMUL
 from fsdp_jobs.plan.topology import Topology
 from fsdp_jobs.train import shape_probe
 from fsdp_jobs.train.shape_probe import activations_of, shape_of, units_of
+from tests.plan.test_memory import fake_world
 
 CONF = Path(__file__).parents[2] / "conf" / "model"
 PRESETS = sorted(p.stem for p in CONF.glob("llama*.yaml"))
@@ -208,7 +210,8 @@ class OfBiased(nn.Module):
 def test_biased_layers_are_six_flops_a_weight_and_attention(seq_len: int) -> None:
     with FakeTensorMode():
         model = OfBiased()
-        shape = units_of(model, list(model.blocks), [], activations_of(model, list(model.blocks), seq_len))
+        blocks = list(model.blocks)
+        shape = units_of(model, blocks, blocks, [], activations_of(model, blocks, seq_len))
     weights = sum(p.numel() for n, p in model.named_parameters() if p.ndim > 1 and not n.startswith("embed"))
     assert shape.flops_per_token(seq_len) == 6 * weights + 12 * 3 * 64 * seq_len
 
@@ -377,7 +380,7 @@ def test_units_inside_units_are_counted_once() -> None:
     with FakeTensorMode():
         model = OfBiased(dropout=0.0)
         blocks = [m for m in model.modules() if isinstance(m, Biased | nn.Linear) and m is not model.head]
-        nested = units_of(model, blocks, [], activations_of(model, blocks, 32))
+        nested = units_of(model, blocks, blocks, [], activations_of(model, blocks, 32))
         plain = activations_of(model, list(model.blocks), 32)
     assert nested.numel == sum(p.numel() for p in model.parameters()) and nested.n_blocks == 15
     assert nested.activations.head_saved == plain.head_saved, "what follows a unit inside is still in the one around"
@@ -423,6 +426,28 @@ def test_samples_longer_than_a_models_table_of_places_are_refused(tmp_path: Path
         probe(_of(tmp_path, "gpt2", sizes, "data.seq_len=300"))
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("least", [1_000, 30_000, 100_000])
+def test_units_by_size_keep_ties_and_may_be_inside_others(tmp_path: Path, tied: bool, least: int) -> None:
+    """GPT-2's body became a unit after those inside it, which FSDP refuses; a tied head was trained apart."""
+    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "tie_word_embeddings": tied}
+    by_size = ("fsdp.wrap=size", f"fsdp.min_num_params={least}")
+    config, layout = _of(tmp_path, "gpt2", sizes, *by_size), Layout("full_shard", 2, 2)
+    with fake_world(2):
+        model = build_model(config.model)
+        blocks = find_blocks(model, config.model, config.fsdp)
+        sharding.shard(model, blocks, config.fsdp, layout, sharding.build_mesh(layout, "cpu"), torch.device("cpu"))
+    assert blocks or tied
+    assert (model.get_input_embeddings().weight is model.get_output_embeddings().weight) is tied
+
+
+def test_layers_that_share_a_weight_are_no_units() -> None:
+    """FSDP would train it as two."""
+    layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)])
+    layers[1].weight = layers[0].weight
+    assert find_blocks(nn.Sequential(layers), CustomModelConfig(_target_="any.where"), FsdpConfig()) == [layers[2]]
+
+
 @pytest.mark.integration
 def test_an_encoder_is_refused_in_a_few_lines(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match=r"T5Config.* for this kind of AutoModel: AutoModelForCausalLM") as refused:
@@ -457,8 +482,9 @@ def test_a_unit_is_recomputed_as_a_whole() -> None:
     by_layer = llama_shape(GQA, accelerator="cpu")
     (layers,) = by_layer.blocks
     all_params = tuple((f"{i}.{name}", sizes) for i in range(layers.count) for name, sizes in layers.params)
-    one_unit = replace(by_layer, blocks=(Unit("all", all_params),))
-    no_unit = replace(by_layer, blocks=(), root=Unit("root", by_layer.root.params + all_params))
+    one_unit = replace(by_layer, blocks=(Unit("all", all_params),), unit_layers=layers.count)
+    root = Unit("root", by_layer.root.params + all_params)
+    no_unit = replace(by_layer, blocks=(), root=root, root_layers=layers.count)
     config = compose_job(["data.seq_len=256"])
 
     def peak(shape: ModelShape, kind: str) -> int:
