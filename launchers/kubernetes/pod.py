@@ -67,7 +67,7 @@ def coordinate(run: RunDir, app: str, argv: Sequence[str]) -> int:
     A job that ends before its files are in the run directory leaves a mark beside it, for the nodes that wait.
     """
     if not patiently(partial(pods_write_here, run, app)):
-        if ended_early(run, app).exists():
+        if patiently(ended_early(run, app).exists):
             why = f"this pod began so late that the nodes' pods have left: fsdp-jobs resume {run.name}"
             _leave_word(Verdict("infrastructure", "stop", why), -1)
             return EXIT_FAILED

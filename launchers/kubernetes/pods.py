@@ -13,7 +13,7 @@ from fsdp_jobs.config.schema import JobConfig
 from fsdp_jobs.launchers.app import RUN_DIR_KEY, arguments
 from fsdp_jobs.launchers.base import Job
 from fsdp_jobs.launchers.kubernetes.labels import APP, COORDINATOR_PORT, ROLE, Names, app_of
-from fsdp_jobs.launchers.kubernetes.skeletons import Object, fill, merge
+from fsdp_jobs.launchers.kubernetes.skeletons import Object, fill, merge, without_nulls
 from fsdp_jobs.run.goodput import slowest_save_s
 
 _LEAVE_S = 15.0  # after the save, for the verdict and for processes to end
@@ -54,10 +54,10 @@ def node_pod(job: Job, coordinator: str, node: str) -> Object:
     pod = _pod(job, role, ["node", f"{coordinator}:{COORDINATOR_PORT}"], node, _user_env(cluster), own)
     if excluded := sorted(job.run.excluded_hosts()):
         elsewhere = [{"key": "metadata.name", "operator": "NotIn", "values": [host]} for host in excluded]
-        pod = merge(fill("pod_elsewhere"), pod)
+        pod = merge(fill("pod_elsewhere"), without_nulls(pod))  # a patch may have removed an affinity
         required = pod["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
-        terms = required["nodeSelectorTerms"]  # one of them has to hold
-        required["nodeSelectorTerms"] = [merge({"matchFields": elsewhere}, term) for term in terms]
+        for term in required["nodeSelectorTerms"]:  # one of them has to hold
+            term["matchFields"] = [*term.get("matchFields", []), *elsewhere]
     return pod
 
 

@@ -199,19 +199,26 @@ def test_machines_that_failed_too_often_are_left_out(tmp_path: Path) -> None:
 
 
 def test_machines_are_left_out_of_those_that_a_patch_asks_for(tmp_path: Path) -> None:
-    """A pod may go to a machine that fulfils one of several terms."""
+    """A pod may go to a machine that fulfils one of several terms; null removes what the pod has."""
     run = RunDir(tmp_path / "pretrain")
     write_atomic(run.excluded, json.dumps({"bad-7": {"until": 1e12, "why": "3 failures"}}))
-    asked = [{"matchExpressions": [{"key": "pool", "operator": "In", "values": [pool]}]} for pool in ("a", "b")]
+    no_bad, no_old = ({"key": "metadata.name", "operator": "NotIn", "values": [host]} for host in ("bad-7", "old-1"))
+    a, b = ({"matchExpressions": [{"key": "pool", "operator": "In", "values": [pool]}]} for pool in ("a", "b"))
+    asked = [a, {**b, "matchFields": [no_old]}]
+    both = [{**a, "matchFields": [no_bad]}, {**b, "matchFields": [no_old, no_bad]}]
     place = "requiredDuringSchedulingIgnoredDuringExecution"
-    patch = json.dumps({"affinity": {"nodeAffinity": {place: {"nodeSelectorTerms": asked}}}}).replace('"', "")
-    more = ("name=pretrain", "nodes=3", "cluster.workload=volcano", f"cluster.pod_patch={patch}")
-    config = compose_job([*COMMON, *more])
-    (body,) = WORKLOADS["volcano"].objects(Job(config, run, make_plan(config)))
-    first, *nodes = [task["template"]["spec"]["affinity"]["nodeAffinity"][place] for task in body["spec"]["tasks"]]
-    no_bad = [{"key": "metadata.name", "operator": "NotIn", "values": ["bad-7"]}]
-    assert first == {"nodeSelectorTerms": asked}
-    assert nodes == [{"nodeSelectorTerms": [{**term, "matchFields": no_bad} for term in asked]}] * 3
+    for affinity, terms in (
+        ({"nodeAffinity": {place: {"nodeSelectorTerms": asked}}}, both),
+        ({"nodeAffinity": None}, [{"matchFields": [no_bad]}]),
+        (None, [{"matchFields": [no_bad]}]),
+    ):
+        patch = json.dumps({"affinity": affinity}).replace('"', "")
+        more = ("name=pretrain", "nodes=3", "cluster.workload=volcano", f"cluster.pod_patch={patch}")
+        config = compose_job([*COMMON, *more])
+        (body,) = WORKLOADS["volcano"].objects(Job(config, run, make_plan(config)))
+        first, *nodes = [task["template"]["spec"].get("affinity") for task in body["spec"]["tasks"]]
+        assert not first or "bad-7" not in str(first), "the coordinator may go there"
+        assert nodes == [{"nodeAffinity": {place: {"nodeSelectorTerms": terms}}}] * 3
 
 
 def test_all_jobs_of_a_jobset_have_the_users_labels() -> None:

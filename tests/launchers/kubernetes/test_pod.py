@@ -250,6 +250,7 @@ def test_a_claim_that_fails_for_a_moment_ends_no_job(tmp_path: Path, monkeypatch
     for name in ("pods_write_here", "write_atomic", "seed"):
         monkeypatch.setattr(pod, name, sick_at_first(getattr(pod, name)))
     monkeypatch.setattr(Verdict, "read", sick_at_first(Verdict.read))
+    monkeypatch.setattr(Path, "exists", sick_at_first(Path.exists))
     assert pod.coordinate(run, "app", []) == EXIT_DONE
     assert json.loads(word.read_text())["verdict"] == "done" and run.written_by.read_text() == "app"
 
