@@ -218,7 +218,7 @@ def story_of(status: RunStatus, state: str) -> Iterator[tuple[str, str]]:
         yield "slow", f"{datetime.fromtimestamp(slow.time):%H:%M} {slow.sentence()}"
     for corruption in status.corruptions:
         yield "corrupt", str(corruption.sentence())
-    with suppress(PermissionError):  # the checkpoints are closed to this user
+    with suppress(OSError):  # the checkpoints are closed to this user, or elsewhere; the rest is known
         on_nodes = map(step_of, find_on_nodes(status.run.checkpoints, ()))
         if newer := [step for step in on_nodes if step > status.committed]:
             yield "checkpoint", f"step {newer[0]} is only on the nodes' own disks: the next resume copies it"

@@ -6,7 +6,7 @@ import errno
 import json
 import os
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -69,6 +69,24 @@ def test_a_mount_that_does_not_answer_is_named(
     assert main([verb, "cut", f"runs_dir={tmp_path}"]) == 2
     error = capsys.readouterr().err
     assert f"{run.job}: {os.strerror(code)}" in error and "check its disk or mount" in error
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.ESTALE])
+def test_checkpoints_that_cannot_be_listed_hide_nothing_else(
+    tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They may be a link to storage of their own."""
+    run = recorded_run(tmp_path)
+    listed = Path.iterdir
+
+    def fail(self: Path) -> Iterator[Path]:
+        if self == run.checkpoints:
+            raise OSError(code, os.strerror(code), str(self))
+        return listed(self)
+
+    monkeypatch.setattr(Path, "iterdir", fail)
+    assert main(["status", run.name, f"runs_dir={tmp_path}"]) == 0
+    assert "\ngoodput " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
