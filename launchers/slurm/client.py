@@ -343,9 +343,20 @@ def partitions() -> list[Partition]:
     try:
         said = recent("sinfo", "--all", "--exact", "--noconvert", "--noheader", columns)
     except SlurmError:  # PrivateData=nodes
-        told = r"^PartitionName=(\S+)$.*? Default=(\w+).*?DefaultTime=(\S+).*?MaxTime=(\S+).*?^ +Nodes=(\S*)$"
+        keys = ("^PartitionName", " Default", " DefaultTime", " MaxNodes", " MaxTime", " MinNodes", "^ +Nodes")
+        told = ".*?".join(rf"{key}=(\S*)" for key in keys)
         shown = re.findall(told, recent(*_PARTITIONS), re.MULTILINE | re.DOTALL)
-        return [Partition(n, d == "YES", limit, time.replace("NONE", ""), hosts=[h]) for n, d, time, limit, h in shown]
+        return [
+            Partition(
+                name,
+                default == "YES",
+                limit,
+                usual.replace("NONE", ""),
+                job_nodes=f"{least}-{most}".replace("UNLIMITED", "infinite"),
+                hosts=[hosts],
+            )
+            for name, default, usual, most, limit, least, hosts in shown
+        ]
     for line in said.splitlines():
         if len(fields := line.split("|")) != 10:  # of a site's wrapper; each other one describes nodes of one kind
             continue

@@ -150,7 +150,8 @@ def _ask_node(config: JobConfig, runs: Path, python: list[str], minutes: int) ->
     word = secrets.token_hex(8)
     note = runs / f"{_NOTE}{word}"
     note.write_text(word)
-    where = ["--nodes=1", "--ntasks=1", f"--time={minutes}", f"--immediate={_WAIT_S}", "--quiet", *_where(config)]
+    place = [re.sub("^--mem=.*", "--mem=2G", option) for option in _where(config)]  # no node may have all of it free
+    where = ["--nodes=1", "--ntasks=1", f"--time={minutes}", f"--immediate={_WAIT_S}", "--quiet", *place]
     try:
         timeout_s = 60 * minutes + 2 * _WAIT_S
         said = client.call("srun", *where, *python, "-c", _ON_NODE, str(note), timeout_s=timeout_s)

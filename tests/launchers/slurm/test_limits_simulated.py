@@ -300,7 +300,7 @@ def test_doctor_asks_for_a_node_as_the_job_will(site: Site, tmp_path: Path, monk
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SBATCH_COMMENT", "c")
     keys = ["cluster=slurm", "cluster.gpus_per_node='a100:4'", "cluster.extra=['-A proj','--wckey=w'{}]"]
-    for more, key, mem in (("", "cluster.mem=9G", "--mem=9G"), (",'--mem-per-cpu=1G'", "seed=1", "--mem-per-cpu=1G")):
+    for more, key, mem in (("", "cluster.mem=0", "--mem=2G"), (",'--mem-per-cpu=1G'", "seed=1", "--mem-per-cpu=1G")):
         monkeypatch.setenv("MEM", mem)
         config = compose_job([*keys[:2], keys[2].format(more), key])
         found = {finding.what: finding.fact for finding in examine(config)}
@@ -316,18 +316,14 @@ def test_a_site_that_hides_its_nodes_from_users_takes_their_jobs(site: Site, cap
     """Seen on SLURM 22.05 with PrivateData=nodes: every submission ended with sinfo's refusal."""
     site.say("sinfo", "echo 'slurm_load_node: Access/permission denied' >&2; exit 1")
     shown = "PartitionName=%s\n   AllocNodes=ALL Default=%s QoS=N/A\n   DefaultTime=%s DisableRootJobs=NO\n"
-    shown += "   MaxNodes=UNLIMITED MaxTime=1:00:00 MinNodes=0\n   Nodes=n[%s]\n   TotalNodes=%s\n   DefMemPerCPU=1\n\n"
-    values = "short YES 30:00 1-4 4 long NO NONE 1-8 8"
+    shown += "   MaxNodes=%s MaxTime=1:00:00 MinNodes=0\n   Nodes=n[%s]\n   TotalNodes=%s\n   DefMemPerCPU=1\n\n"
+    values = "short YES 30:00 UNLIMITED 1-4 4 long NO NONE 4 1-8 8"
     site.say("scontrol", f"[ $2 = config ] && cat {site.folder}/config || printf '{shown}' {values}")
-    short, long = client.partitions()
-    assert (short.name, short.default, short.nodes, short.default_time, short.hosts) == (
-        "short",
-        True,
-        4,
-        "30:00",
-        ["n[1-4]"],
-    )
-    assert (long.name, long.default, long.nodes, long.default_time, long.hosts) == ("long", False, 8, "", ["n[1-8]"])
+    known = [(p.name, p.default, p.nodes, p.default_time, p.job_nodes, p.hosts) for p in client.partitions()]
+    assert known == [
+        ("short", True, 4, "30:00", "0-infinite", ["n[1-4]"]),
+        ("long", False, 8, "", "0-4", ["n[1-8]"]),
+    ]
     assert site.refuses("nodes=4") == "" and not caplog.records, "the sizes of nodes are not known"
     assert "short allows 1:00:00" in site.refuses("cluster.time=2-00:00:00")
     site.say("sbatch", NO_NODES)
