@@ -141,9 +141,9 @@ class Reader:
 
     def read(self, line: str) -> Reading | None:
         """Parse a line; None if it shows no step."""
+        broken, self._broken = self._broken, line.rstrip() if line.rstrip().endswith("Loss:") else ""
         if line[:1].isspace():
-            line = self._broken + line
-        self._broken = line.rstrip() if line.rstrip().endswith("Loss:") else ""
+            line = broken + line
         if self._pattern is None and not any(map(line.lower().__contains__, _WORDS)):  # patterns take ten times as long
             is_title = line.rstrip().endswith((":", "{")) and _VALIDATION.search(line)
             self._step = self._step if line[:1].isspace() and not is_title else {}

@@ -339,6 +339,9 @@ def test_lines_that_rich_breaks_and_indents_are_read() -> None:
         )
     ]
     assert [*map(reader.read, lines)] == [None, Reading(100, None, 5.632), None, None]
+    for _ in range(3):
+        reader.read("  Loss:")
+    assert reader._broken == "  Loss:", "else each line of such an output is longer than the one before"
 
 
 def test_a_pattern_of_the_users_own() -> None:
