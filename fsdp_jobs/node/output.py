@@ -61,7 +61,10 @@ class OutputMetrics:
             ]
 
     def settle(self) -> None:
-        """Record the rest of what was printed."""
+        """Record the rest of what was printed, unless storage does not answer: then a thread goes on."""
+        start_thread(self._finish, "output").join(_PATIENCE_S)
+
+    def _finish(self) -> None:
         with self._lock:
             self._look(is_end=True)
 
@@ -73,7 +76,7 @@ class OutputMetrics:
         while not self._over.wait(0.01 if any(followed.is_behind for followed in self._followed) else _EVERY_S):
             with self._lock:
                 self._look()
-        self.settle()
+        self._finish()
 
     def _look(self, is_end: bool = False) -> None:
         if any(state.read().step >= 0 for state in self._states):

@@ -474,6 +474,7 @@ def test_an_agent_ends_while_the_storage_of_metrics_hangs(tmp_path: Path, monkey
     with run.metrics.open("a") as held:
         lock(held.fileno())  # the thread's writes wait for it
         log.write_text("step 1 loss 3.0\n")
+        output.settle()
         output.close()
         assert not run.metrics.read_text()
     assert wait_until(lambda: bool(run.metrics.read_text()), 60)
