@@ -152,7 +152,7 @@ class _Followed:
         if (epoch := reading.epoch) is None:
             steps = last.get("steps", 0)
             if self.left_out is None:
-                self.left_out = self._left_out(reading, steps, last.get("step", 0))
+                self.left_out = self._left_out(reading, last, begin=0)
             is_rest = reading.steps == steps - self.left_out
             return replace(reading, step=reading.step + self.left_out, steps=steps) if is_rest else reading
         if epoch < 0:  # counted from that in which the program resumed, which is not later than those recorded
@@ -172,7 +172,7 @@ class _Followed:
             begins_anew = is_recorded or reading.step <= self.step
             self.before = self.end if begins_anew else 0
             if is_recorded:
-                self.before += self._left_out(reading, newest.get("epoch_end", 0) - self.end, newest["step"] - self.end)
+                self.before += self._left_out(reading, newest, begin=self.end)
             self.is_over_all = not begins_anew and self.epoch is not None
         elif self.before + reading.step <= self.step:
             return replace(reading, step=-1)  # maybe of an evaluation
@@ -180,16 +180,22 @@ class _Followed:
         self.end = self.before + reading.steps if reading.steps else self.step + 1
         return replace(reading, epoch=None) if self.is_over_all else replace(reading, step=self.step, steps=self.end)
 
-    def _left_out(self, reading: Reading, last: int, reached: int) -> int:
+    def _left_out(self, reading: Reading, earlier: JsonObject, begin: int) -> int:
         """Return how many steps a bar leaves out that counts from where the program resumed: `tqdm(range(start, end))`.
 
-        It ends so much earlier than in earlier rounds, which had as many ranks and have reached its start.
+        It ends so much earlier than in the round of an earlier line, since which all rounds had as many ranks, and
+        which has reached its start. `begin` is the step before the bar's first.
         """
-        left_out = last - (reading.steps or last)
+        last = earlier.get("steps" if reading.epoch is None else "epoch_end", 0) - begin
+        left_out: int = last - (reading.steps or last)
         begins = reading.step <= self.between and reading.step != reading.steps  # equal in a bar without an end
-        if not (begins and 0 < left_out <= reached):
+        if not (begins and 0 < left_out <= earlier.get("step", 0) - begin):
             return 0
-        sizes = {round_.world_size for round_ in islice(newest_of(self.run, RoundStarted), 2)}
+        recorded, sizes = (earlier.get("attempt", 0), earlier.get("time", 0.0)), set()
+        for i, round_ in enumerate(newest_of(self.run, RoundStarted)):
+            sizes.add(round_.world_size)
+            if i and (round_.attempt, round_.time) <= recorded:  # the newest is this round
+                break
         return left_out if len(sizes) < 2 else 0
 
     def _lines(self, is_end: bool) -> Iterator[bytes]:

@@ -703,6 +703,7 @@ def test_a_bar_of_the_rest_counts_from_where_the_program_resumed(tmp_path: Path,
     for ranks, bars in (
         (2, [(1, 50), (39, 50), (40, 50)]),
         (2, [(1, 30), (29, 30), (30, 30)]),
+        (4, []),
         (4, [(1, 25), (2, 25)]),
     ):
         events.record(run, 0, events.RoundStarted([0], ["a"], "full_shard", 1, world_size=ranks))
