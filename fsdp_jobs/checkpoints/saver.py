@@ -24,7 +24,7 @@ from fsdp_jobs.checkpoints.tensors import is_as_planned
 from fsdp_jobs.config.keys import AUTO
 from fsdp_jobs.plan.layout import Layout
 from fsdp_jobs.run.table import listed
-from fsdp_jobs.run.threads import begin_in
+from fsdp_jobs.run.threads import begin_in, is_refused
 
 
 class _Planner(DefaultSavePlanner):
@@ -108,7 +108,11 @@ class Saver:
         how: dict[str, Any] = {"storage_writer": writer, "planner": self._planner, "process_group": self._group}
         if copies and self.mode == "process":
             kind = AsyncCheckpointerType.PROCESS
-            return cast("Future[Any]", dcp.async_save(state, **how, async_checkpointer_type=kind)).result
+            try:
+                return cast("Future[Any]", dcp.async_save(state, **how, async_checkpointer_type=kind)).result
+            except RuntimeError as e:
+                if not is_refused(e):
+                    raise
         return partial(dcp.save, state, **how)
 
     def close(self) -> None:

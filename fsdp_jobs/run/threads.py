@@ -57,11 +57,16 @@ def begin_in(thread: ThreadPoolExecutor, work: Callable[..., _Answer], *args: An
     try:
         return thread.submit(work, *args, **details)
     except RuntimeError as e:
-        if "cannot schedule" not in str(e):
+        if not is_refused(e):
             raise
         answer: Future[_Answer] = Future()
         _settle(answer, partial(work, *args, **details))
         return answer
+
+
+def is_refused(error: RuntimeError) -> bool:
+    """Whether a `ThreadPoolExecutor` takes no more work, as in functions of atexit."""
+    return "cannot schedule" in str(error)
 
 
 def _settle(answer: Future[_Answer], ask: Callable[[], _Answer]) -> None:

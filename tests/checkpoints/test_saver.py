@@ -142,22 +142,25 @@ def test_a_last_save_waits_for_storage_that_is_away(tmp_path: Path) -> None:
 
 
 _SAVES_AT_EXIT = """
-import atexit, torch
+import atexit, sys, torch
 from fsdp_jobs import job
 job.init()
 model = torch.nn.Linear(2, 2)
 checkpoints = job.checkpointer(model, torch.optim.SGD(model.parameters(), lr=0.1))
 checkpoints.restore()
-checkpoints.save(1)
-atexit.register(checkpoints.save, 2, block=True)
+checkpoints.saver.mode = sys.argv[1]
+checkpoints.save(1, block=sys.argv[1] == "process")
+atexit.register(checkpoints.save, 2, block=sys.argv[1] == "thread")
 """
 
 
-def test_a_program_may_save_in_a_function_of_atexit(tmp_path: Path) -> None:
-    """Threads begin nothing more there."""
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_a_program_may_save_in_a_function_of_atexit(tmp_path: Path, mode: str) -> None:
+    """Threads begin nothing more there, nor does DCP's process."""
     (tmp_path / "program.py").write_text(_SAVES_AT_EXIT)
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "program.py"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    command = [sys.executable, "program.py", mode]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0 and "Error" not in done.stderr, done.stderr
     saved = catalog.find_checkpoints(RunDir(tmp_path / "runs" / "program").checkpoints)
     assert [catalog.step_of(folder) for folder in saved] == [2, 1]
