@@ -127,7 +127,7 @@ class RunDir:
 
     def last_attempt(self) -> int:
         """Return the highest attempt that has a folder, -1 before the first."""
-        return max((int(f.name) for f in listing(self.path / "attempts") if f.name.isdigit()), default=-1)
+        return max((int(f.name) for f in listing(self.path / "attempts") if f.name.isdecimal()), default=-1)
 
     def excluded_hosts(self) -> dict[str, str]:
         """Return machine -> reason for the machines that this job should not get now; none if the file is damaged.
