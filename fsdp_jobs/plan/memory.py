@@ -250,10 +250,10 @@ def _activations(shape: ModelShape, fsdp: FsdpConfig, data: DataConfig, b_p: int
 
     A unit may have several layers, or a part of one. It is recomputed as a whole, from its input.
     """
-    a, tokens, kind, units = shape.activations, data.micro_batch * data.seq_len, shape.recomputed(fsdp), shape.n_blocks
+    a, tokens, kind = shape.activations, data.micro_batch * data.seq_len, shape.recomputed(fsdp)
     layer = tokens * (a.block_saved * b_p + (a.block_saved_fp32 + scores) * 4)
-    loose = shape.root_layers * layer / max(1, units)
-    layers = (a.layers - shape.root_layers) / max(1, units)
+    loose = shape.root_layers * layer / max(1, shape.n_blocks)
+    layers = shape.mean_layers
     full = layers * layer
     inputs = tokens * a.block_input * b_p
     selective = min(full, inputs + tokens * layers * a.block_matmul * b_p)

@@ -109,6 +109,11 @@ class ModelShape(Record):
     def n_blocks(self) -> int:
         return sum(b.count for b in self.blocks)
 
+    @property
+    def mean_layers(self) -> float:
+        """Layers of a block, on average."""
+        return (self.activations.layers - self.root_layers) / max(1, self.n_blocks)
+
     def recomputed(self, fsdp: FsdpConfig) -> str:
         """Return `fsdp.activation_checkpointing`, which concerns whole units of the model: "none" without any."""
         return fsdp.activation_checkpointing if self.blocks else "none"

@@ -168,21 +168,19 @@ def _compute(config: JobConfig, shape: ModelShape, layout: Layout, dtype: str, t
     scores = a.scores(data.seq_len, dtype, accelerator(config))
     passes = tokens * (elementwise + SCORE_PASSES * scores) * b_p * per_byte / MEMORY_IN_STEP
     per_block = a.layers / max(1, shape.n_blocks)
-    forward = (matmul + attention + passes) * per_block
+    layer = matmul + attention + passes
+    forward = layer * per_block
     # A frozen weight has no gradient of its own, only that of its input. Flash attention's backward runs five matmuls
     # against two (Dao et al. 2022, arXiv:2205.14135).
     backward = ((1 + trained) * matmul + 2.5 * attention + 2 * passes) * per_block
-    again = matmul + attention + passes - tokens * a.last_flops / matmul_rate  # torch stops once nothing is missing
-    in_units = (a.layers - shape.root_layers) / max(1, shape.n_blocks)
-    backward += (
-        in_units
-        * {
-            "none": 0.0,
-            "full": again,
-            "every_n": again / fsdp.activation_checkpointing_every,
-            "selective": passes,  # matmuls and attention are kept
-        }[shape.recomputed(fsdp)]
-    )
+    whole = layer - tokens * a.last_flops / matmul_rate  # torch stops once nothing is missing
+    again = {
+        "none": 0.0,
+        "full": whole,
+        "every_n": whole / fsdp.activation_checkpointing_every,
+        "selective": passes,  # matmuls and attention are kept
+    }[shape.recomputed(fsdp)]
+    backward += shape.mean_layers * again
     loss_bytes = tokens * a.vocab * LOSS_BYTES
     if chunk := loss_chunk(fsdp, tokens, a.vocab if a.linear_head else 0, layout.chunked_loss):
         sums = -(-tokens // chunk) * a.head_flops // 2 * (8 if b_p == 4 else 8 + 2 * b_p)
